@@ -1,0 +1,141 @@
+"""What every drafter is to the rest of the pipeline: a loss, teacher-forced drafts, and a proposal step for the decoder.
+
+Place in the flow: `DrafterBatch` -> `Drafter.forward` (the loss) -> engine; and `Drafter.teacher_forced_drafts` -> eval/acceptance.py;
+`Drafter.propose` -> eval/decode/chain.py. A new algorithm is one file beside this one: its name is its registration (`load_drafter_class`).
+
+Shapes: T packed tokens, K drafts, n newly verified positions, X = A * H concatenated auxiliary states, H target hidden size, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from data.batch import DrafterBatch
+from data.target import TargetHeads
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Base of the per-algorithm configs; each drafter file defines its own."""
+
+
+@dataclass(frozen=True)
+class FeatureRequest:
+    """What a drafter needs of the target at each token.
+
+    Attributes:
+        aux_layers: HF `hidden_states` indices, ascending; empty when none is needed.
+        last: whether the post-norm last hidden state is needed.
+    """
+
+    aux_layers: tuple[int, ...]
+    last: bool
+
+
+class LossOutput(NamedTuple):
+    """One micro-batch's loss as sums, so that micro-batches and ranks add up exactly.
+
+    Attributes:
+        loss_sum: fp32 scalar; the engine divides it by the supervised positions of the whole global batch.
+        metrics: fp32 sums by name (never means); `metrics.py` turns them into ratios after adding over ranks.
+    """
+
+    loss_sum: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Drafter(nn.Module):
+    """A draft head with its frozen target parts.
+
+    The target's embedding, norm and head are held in `self.heads`, a plain object: they are frozen, never saved with the drafter, and never
+    sharded or cast by an engine.
+    """
+
+    config_class: ClassVar[type[DrafterConfig]]
+    algorithm: ClassVar[str]
+
+    def __init__(self, heads: TargetHeads) -> None:
+        super().__init__()
+        # A list hides the object from nn.Module's attribute tracking.
+        self._frozen = [heads]
+
+    @property
+    def heads(self) -> TargetHeads:
+        """The target's frozen embedding, final norm and head."""
+        return self._frozen[0]
+
+    @abstractmethod
+    def feature_request(self) -> FeatureRequest:
+        """The target states that `forward` reads."""
+
+    @abstractmethod
+    def num_supervised(self, batch: DrafterBatch) -> int:
+        """Number of supervised positions of the batch: the unit of the loss's denominator."""
+
+    @abstractmethod
+    def forward(self, batch: DrafterBatch) -> LossOutput:
+        """The training loss over the supervised positions of one packed micro-batch."""
+
+    @abstractmethod
+    def teacher_forced_drafts(self, batch: DrafterBatch, num_drafts: int) -> Tensor:
+        """Greedy drafts at every position as if all earlier drafts had been accepted.
+
+        Returns:
+            int64 [num_drafts, T] target token ids; entry [s, i] predicts x_{i+2+s}. Exactly what `propose` would draft there.
+        """
+
+    @abstractmethod
+    def new_state(self) -> Any:
+        """An empty drafting state (its KV cache) for one sequence."""
+
+    @abstractmethod
+    def propose(self, state: Any, aux_nX: Tensor | None, last_nH: Tensor | None, next_ids_n: Tensor, num_drafts: int) -> Tensor:
+        """Takes in n newly verified positions and drafts greedily after the last of them.
+
+        Args:
+            state: from `new_state`, updated in place.
+            aux_nX: auxiliary target states of the new positions [n, X], or None where `feature_request` asks for none.
+            last_nH: post-norm target states of the new positions [n, H], or None likewise.
+            next_ids_n: int64 [n], the token that follows each of them (the last one is the newest known token).
+            num_drafts: chain length K.
+
+        Returns:
+            int64 [K] target token ids.
+        """
+
+
+def algorithms() -> list[str]:
+    """Names of the algorithms: the drafter files of this folder."""
+    package = importlib.import_module("train.drafters")
+    names = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    return sorted(names - {"base", "llama_layer"})
+
+
+def load_drafter_class(algorithm: str) -> type[Drafter]:
+    """The drafter class of `train/drafters/<algorithm>.py`.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
+    if algorithm not in algorithms():
+        raise ValueError(f"no drafter named {algorithm!r}; train/drafters/ holds {', '.join(algorithms())}")
+    module = importlib.import_module(f"train.drafters.{algorithm}")
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Drafter) and value.__module__ == module.__name__:
+            return value
+    raise ValueError(f"train/drafters/{algorithm}.py defines no Drafter subclass")
+
+
+def zero_touch(module: nn.Module) -> Tensor:
+    """A zero that depends on every trainable parameter.
+
+    A rank whose batch supervises nothing must still produce gradients: ZeRO-1/2 mismatch or hang otherwise (platform.md).
+    """
+    return 0.0 * torch.stack([parameter.float().sum() for parameter in module.parameters() if parameter.requires_grad]).sum()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from data.batch import DrafterBatch
 from data.target import TargetHeads
+from train.losses import DistillationSums, LossKind, Teacher, distillation_loss
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,21 @@ class Drafter(nn.Module):
         Returns:
             int64 [K] target token ids.
         """
+
+
+class DistillingHead(nn.Linear):
+    """A head whose forward gives logits, or with a teacher the distillation loss of its logits without holding them.
+
+    The loss is part of the module's forward so that an engine that shards parameters (ZeRO-3) gathers the weight around it.
+    """
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, teacher: Teacher | None = None, weight_KR: Tensor | None = None, kind: LossKind = "ce"
+    ) -> Tensor | DistillationSums:
+        if teacher is None:
+            return super().forward(hidden)
+        assert weight_KR is not None
+        return distillation_loss(hidden, self.weight, teacher, weight_KR, kind)
 
 
 def algorithms() -> list[str]:

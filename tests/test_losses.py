@@ -1,0 +1,67 @@
+"""The chunked losses equal a naive form that holds all logits, and so do their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from train import losses
+from train.losses import Teacher, cosine_schedule, distillation_loss
+
+V, W, H, E, K, R = 23, 11, 6, 7, 3, 17
+
+
+def setup(draft_ids, drops_outside):
+    torch.manual_seed(0)
+    teacher = Teacher(torch.randn(R, E), torch.randn(V, E), draft_ids, drops_outside)
+    student = torch.randn(K, R, H, requires_grad=True)
+    head = torch.randn(V if draft_ids is None else len(draft_ids), H, requires_grad=True)
+    weight = torch.rand(K, R) * (torch.rand(K, R) > 0.3)
+    return teacher, student, head, weight
+
+
+def naive(teacher, student, head, weight, kind):
+    full = teacher.last_RE @ teacher.lm_head_VE.T
+    ids = torch.arange(V) if teacher.draft_ids_W is None else teacher.draft_ids_W
+    p = full[:, ids].softmax(-1)
+    inside = (full.argmax(-1)[:, None] == ids).any(-1) if teacher.drops_outside else torch.ones(R, dtype=torch.bool)
+    log_q = (student @ head.T).log_softmax(-1)
+    cross = -(p * log_q).sum(-1)
+    kl = cross + (p * p.log()).sum(-1)
+    acceptance = torch.minimum(p.expand_as(log_q), log_q.exp()).sum(-1)
+    mix = (-3 * acceptance).exp().detach()
+    loss = {"ce": cross, "kl": kl, "lk": mix * kl + (1 - mix) * (1 - acceptance)}[kind]
+    hits = (log_q.argmax(-1) == p.argmax(-1)) & inside & (weight > 0)
+    return (loss * weight * inside).sum(), hits.sum(1), ((weight > 0) & ~inside).sum(1)
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl", "lk"])
+@pytest.mark.parametrize("vocabulary", ["full", "drop", "renormalise"])
+@pytest.mark.parametrize("chunk_elements", [1, 100, 2**24])
+def test_loss_counts_and_gradients_equal_the_naive_form(monkeypatch, kind, vocabulary, chunk_elements):
+    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_elements)
+    draft_ids = None if vocabulary == "full" else torch.tensor([0, 2, 3, 5, 8, 9, 12, 15, 16, 20, 22])
+    teacher, student, head, weight = setup(draft_ids, vocabulary == "drop")
+    sums = distillation_loss(student, head, teacher, weight, kind)
+    expected, hits, outside = naive(teacher, student, head, weight, kind)
+    torch.testing.assert_close(sums.loss_sum, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(sums.hits_K, hits.float())
+    torch.testing.assert_close(sums.num_outside_K, outside.float())
+    torch.testing.assert_close(sums.rows_K, (weight > 0).sum(1).float())
+    grads = torch.autograd.grad(sums.loss_sum * 0.5, (student, head))
+    for grad, expected_grad in zip(grads, torch.autograd.grad(expected * 0.5, (student, head)), strict=True):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_student_still_does():
+    teacher, student, head, weight = setup(None, False)
+    head = head.detach()
+    distillation_loss(student, head, teacher, weight, "ce").loss_sum.backward()
+    assert head.grad is None and student.grad.abs().sum() > 0
+
+
+def test_cosine_schedule_warms_up_and_ends_at_its_floor():
+    values = [cosine_schedule(step, 10, 2, 0.1) for step in range(11)]
+    assert values[:3] == [0.5, 1.0, 1.0]
+    assert values[10] == pytest.approx(0.1)
+    assert all(earlier >= later for earlier, later in zip(values[2:], values[3:], strict=False))

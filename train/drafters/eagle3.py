@@ -1,0 +1,225 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer over mixed target states, trained as it will be used.
+
+    g_i^0      = fc(concat of the target's low, middle and high states at i)                             section 3.1
+    g_i^{s+1}  = layer(norm(embedding of x_{i+1+s}), norm(g_i^s)) at RoPE position i + s                  training-time test, section 3.2
+    q(x_{i+2+s}) = lm_head(norm(g_i^{s+1})) over the draft vocabulary
+
+Step s repeats what the engine does after s accepted drafts: it sees the embedding of a token that was drafted, the drafter's own previous output
+instead of a target state, and attends to the step-0 keys of all earlier positions and to its own later steps (train/attention.py). The loss of a
+step is the cross entropy against the target's distribution at row i+1+s, weighted 0.8^s. There is no feature loss.
+
+Parameter names are those of the serving contract, section 3.
+
+Shapes: T packed tokens, K TTT steps, R teacher rows, X = A * H concatenated auxiliary states, H hidden size, W draft vocabulary, n new positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from data.batch import DrafterBatch
+from data.target import TargetHeads, default_aux_layers
+from data.vocab import DraftVocabulary
+from train.attention import ttt_attention
+from train.drafters.base import DistillingHead, Drafter, DrafterConfig, FeatureRequest, LossOutput, zero_touch
+from train.drafters.llama_layer import KVCache, LayerShape, LlamaLayer
+from train.losses import LossKind, Teacher, step_weights
+
+_LOGIT_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Eagle3Config(DrafterConfig):
+    """Settings of an EAGLE-3 drafter.
+
+    Attributes:
+        aux_layers: HF hidden_states indices, ascending; None takes the engines' default (2, L//2, L-3).
+        draft_vocab_size: W; the most frequent supervised tokens. None keeps the whole vocabulary.
+        ttt_steps: K, drafts trained at every position.
+        step_decay: weight of step s is step_decay^s.
+        loss: "ce", "kl" or "lk" (train/losses.py).
+        outside_vocabulary: what happens to positions whose target argmax cannot be drafted: "drop" them, as all peers do, or
+            "renormalise" the target over the draft vocabulary, which spares the full-vocabulary logits.
+        head_init: "target" starts lm_head and norm from the target's, "random" as the original does.
+        intermediate_size: MLP width; None takes the target's.
+    """
+
+    aux_layers: tuple[int, ...] | None = None
+    draft_vocab_size: int | None = 32000
+    ttt_steps: int = 7
+    step_decay: float = 0.8
+    loss: LossKind = "ce"
+    outside_vocabulary: Literal["drop", "renormalise"] = "drop"
+    head_init: Literal["target", "random"] = "target"
+    intermediate_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ttt_steps < 1:
+            raise ValueError(f"drafter.ttt_steps is {self.ttt_steps}, expected at least 1")
+        if not 0 < self.step_decay <= 1:
+            raise ValueError(f"drafter.step_decay is {self.step_decay}, expected a number in (0, 1]")
+        if self.aux_layers is not None and (not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers))):
+            raise ValueError(f"drafter.aux_layers is {self.aux_layers}, expected ascending layer indices without repetition")
+        if self.draft_vocab_size is None and self.outside_vocabulary != "drop":
+            raise ValueError("drafter.outside_vocabulary has no effect without a draft vocabulary: set drafter.draft_vocab_size")
+
+
+class Eagle3Layer(LlamaLayer):
+    """The decoder layer whose attention reads the token embedding beside the hidden state, each through its own norm."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape, attention_width=2 * shape.hidden_size)
+        self.input_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def attention_input(self, embed_TH: Tensor, hidden_TH: Tensor) -> Tensor:
+        """[T, 2H]"""
+        return torch.cat([self.input_layernorm(embed_TH), self.hidden_norm(hidden_TH)], dim=-1)
+
+
+class Eagle3(Drafter):
+    """EAGLE-3 draft head."""
+
+    config_class = Eagle3Config
+    algorithm = "eagle3"
+
+    def __init__(self, config: Eagle3Config, target: PretrainedConfig, heads: TargetHeads, vocabulary: DraftVocabulary | None) -> None:
+        """
+        Args:
+            config: settings.
+            target: the target's (text) config: layer shape, RoPE, number of layers.
+            heads: the target's frozen embedding, norm and head.
+            vocabulary: the draft vocabulary; None is the whole target vocabulary.
+        """
+        super().__init__(heads)
+        self.config = config
+        self.shape = LayerShape.from_target(target, config.intermediate_size)
+        self.aux_layers = config.aux_layers or default_aux_layers(target.num_hidden_layers)
+        hidden_size, vocab_size = self.shape.hidden_size, heads.lm_head_VH.shape[0]
+        ids_W = torch.arange(vocab_size) if vocabulary is None else vocabulary.ids_W
+        self.fc = nn.Linear(len(self.aux_layers) * hidden_size, hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(self.shape)
+        self.norm = LlamaRMSNorm(hidden_size, self.shape.rms_norm_eps)
+        self.lm_head = DistillingHead(hidden_size, len(ids_W), bias=False)
+        self.vocabulary = vocabulary
+        self._ids = [ids_W]
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """Starts as "the target's head on its highest auxiliary state": far ahead of a random start on small data."""
+        hidden_size = self.shape.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, -hidden_size:] = torch.eye(hidden_size)
+        if self.config.head_init == "target":
+            self.norm.weight.copy_(self.heads.norm_H)
+            self.lm_head.weight.copy_(self.heads.lm_head_VH[self._ids[0].to(self.heads.lm_head_VH.device)])
+
+    @property
+    def draft_ids_W(self) -> Tensor:
+        """int64 [W] target ids, on the drafter's device."""
+        self._ids[0] = self._ids[0].to(self.fc.weight.device)
+        return self._ids[0]
+
+    def feature_request(self) -> FeatureRequest:
+        return FeatureRequest(aux_layers=self.aux_layers, last=True)
+
+    def num_supervised(self, batch: DrafterBatch) -> int:
+        return int(batch.supervised(0).sum())
+
+    # --- training -------------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: DrafterBatch) -> LossOutput:
+        """Sum over steps and supervised positions of decay^s * loss, from one training-time-test rollout."""
+        num_steps = self.config.ttt_steps
+        rows_R, weight_KR = self._teacher_rows(batch, num_steps)
+        outputs = self._rollout(batch, num_steps)
+        student_KRH = torch.stack(
+            [self.norm(hidden_TH[(rows_R - 1 - step).clamp(min=0)]) for step, hidden_TH in enumerate(outputs)]
+        )
+        last_TH = batch.features.last_TH
+        assert last_TH is not None, "EAGLE-3 asks for the last hidden state"
+        teacher = Teacher(
+            last_RE=last_TH[rows_R],
+            lm_head_VE=self.heads.lm_head_VH,
+            draft_ids_W=None if self.vocabulary is None else self.draft_ids_W,
+            drops_outside=self.vocabulary is not None and self.config.outside_vocabulary == "drop",
+        )
+        sums = self.lm_head(student_KRH, teacher, weight_KR, self.config.loss)
+        metrics = {f"hits_{step}": sums.hits_K[step] for step in range(num_steps)}
+        metrics |= {f"rows_{step}": sums.rows_K[step] for step in range(num_steps)}
+        metrics["outside_vocabulary"] = sums.num_outside_K[0]
+        return LossOutput(loss_sum=sums.loss_sum + zero_touch(self), metrics=metrics)
+
+    def _teacher_rows(self, batch: DrafterBatch, num_steps: int) -> tuple[Tensor, Tensor]:
+        """The rows of the target that judge any draft, and decay^s where step s has a supervised draft judged there.
+
+        Draft s of pair i is judged at row j = i+1+s, so row j's draft s comes from pair j-1-s.
+        """
+        weight_KT = torch.zeros(num_steps, batch.num_tokens, device=batch.position_T.device)
+        for step, weight in enumerate(step_weights(num_steps, self.config.step_decay)):
+            supervised_T = batch.supervised(step)
+            weight_KT[step, batch.teacher_rows(step)[supervised_T]] = weight
+        rows_R = weight_KT.any(0).nonzero()[:, 0]
+        return rows_R, weight_KT[:, rows_R]
+
+    def _rollout(self, batch: DrafterBatch, num_steps: int) -> list[Tensor]:
+        """The drafter's outputs before `norm`, one [T, H] a step."""
+        aux_TX = batch.features.aux_TX
+        assert aux_TX is not None, "EAGLE-3 asks for auxiliary states"
+        hidden_TH = self.fc(aux_TX.to(self.fc.weight.dtype))
+        keys_and_values: list[tuple[Tensor, Tensor]] = []
+        outputs = []
+        for step in range(num_steps):
+            embed_TH = self._embed(batch.known_tokens(step))
+            input_T2H = self.midlayer.attention_input(embed_TH, hidden_TH)
+            query_TND, key_TMD, value_TMD = self.midlayer.project(input_T2H, batch.position_T + step)
+            keys_and_values.append((key_TMD, value_TMD))
+            attended_TND = ttt_attention(query_TND, *keys_and_values[0], keys_and_values[1:], batch.document_lengths)
+            hidden_TH = self.midlayer.finish(attended_TND, hidden_TH)
+            outputs.append(hidden_TH)
+        return outputs
+
+    def _embed(self, token_ids_T: Tensor) -> Tensor:
+        return self.heads.embed_VH[token_ids_T].to(self.fc.weight.dtype)
+
+    # --- drafting -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def teacher_forced_drafts(self, batch: DrafterBatch, num_drafts: int) -> Tensor:
+        return torch.stack([self._greedy(hidden_TH) for hidden_TH in self._rollout(batch, num_drafts)])
+
+    def new_state(self) -> KVCache:
+        return KVCache()
+
+    @torch.no_grad()
+    def propose(self, state: KVCache, aux_nX: Tensor | None, last_nH: Tensor | None, next_ids_n: Tensor, num_drafts: int) -> Tensor:
+        assert aux_nX is not None, "EAGLE-3 asks for auxiliary states"
+        position_n = torch.arange(len(next_ids_n), device=next_ids_n.device) + state.num_positions
+        hidden_nH = self.fc(aux_nX.to(self.fc.weight.dtype))
+        input_n2H = self.midlayer.attention_input(self._embed(next_ids_n), hidden_nH)
+        query_nND, key_nMD, value_nMD = self.midlayer.project(input_n2H, position_n)
+        verified = state.extended(key_nMD, value_nMD)
+        state.key_TMD, state.value_TMD = verified.key_TMD, verified.value_TMD
+        # One layer: the earlier new positions only add keys, and drafting needs the output of the newest.
+        hidden_1H = self.midlayer.finish(verified.attend(query_nND[-1])[None], hidden_nH[-1:])
+        drafts = [self._greedy(hidden_1H)]
+        drafted = verified
+        for step in range(1, num_drafts):
+            input_12H = self.midlayer.attention_input(self._embed(drafts[-1]), hidden_1H)
+            query_1ND, key_1MD, value_1MD = self.midlayer.project(input_12H, position_n[-1:] + step)
+            drafted = drafted.extended(key_1MD, value_1MD)
+            hidden_1H = self.midlayer.finish(drafted.attend(query_1ND[0])[None], hidden_1H)
+            drafts.append(self._greedy(hidden_1H))
+        return torch.cat(drafts)
+
+    def _greedy(self, hidden_TH: Tensor) -> Tensor:
+        """int64 [T] most likely target ids, logits computed a block of rows at a time."""
+        best = [self.lm_head(self.norm(block)).argmax(-1) for block in hidden_TH.split(_LOGIT_ROWS)]
+        return self.draft_ids_W[torch.cat(best)]

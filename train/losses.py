@@ -1,0 +1,164 @@
+"""Losses as pure functions that never hold logits of all positions: distributions are computed in chunks of teacher rows.
+
+Place in the flow: called by the drafters' `forward`. Every function returns sums, so that chunks, micro-batches and ranks add up exactly; the
+engine divides by the supervised positions of the whole global batch.
+
+The gradient is formed in the forward pass: while a chunk's logits exist, d loss / d logits is known in closed form, so the chunk contributes its
+part of d student and d head and is dropped. Peak memory is one chunk of logits whatever T, K and the vocabulary are. The target's distribution of
+a row is computed once and serves all K drafts that are judged against it.
+
+Shapes: K TTT steps, R teacher rows (C in a chunk), H draft hidden size, E target hidden size, V target vocabulary, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+LossKind = Literal["ce", "kl", "lk"]
+LK_ETA = 3.0
+_CHUNK_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's distributions at R rows, as what they are computed from.
+
+    Attributes:
+        last_RE: post-norm last hidden states of the target.
+        lm_head_VE: the target's head.
+        draft_ids_W: int64 target ids of the draft vocabulary, ascending; None where it is the whole vocabulary.
+        drops_outside: whether rows whose argmax is outside the draft vocabulary carry no loss (what all peers do); finding that
+            argmax takes the full-vocabulary logits. False renormalises every row over the draft vocabulary.
+    """
+
+    last_RE: Tensor
+    lm_head_VE: Tensor
+    draft_ids_W: Tensor | None
+    drops_outside: bool
+
+
+class DistillationSums(NamedTuple):
+    """Sums over the weighted rows of one micro-batch.
+
+    Attributes:
+        loss_sum: fp32 scalar, differentiable with respect to student and head.
+        hits_K: fp32, rows where the student's argmax is the target's (over the full vocabulary where `drops_outside`).
+        rows_K: fp32, rows with a non-zero weight, those outside the draft vocabulary included.
+        num_outside_K: fp32, rows of `rows_K` whose target argmax is outside the draft vocabulary (0 where unknown).
+    """
+
+    loss_sum: Tensor
+    hits_K: Tensor
+    rows_K: Tensor
+    num_outside_K: Tensor
+
+
+def step_weights(num_steps: int, decay: float) -> list[float]:
+    """decay^s for s = 0 .. num_steps-1."""
+    return [decay**step for step in range(num_steps)]
+
+
+def distillation_loss(student_KRH: Tensor, head_WH: Tensor, teacher: Teacher, weight_KR: Tensor, kind: LossKind) -> DistillationSums:
+    """Weighted sum of the loss between K student distributions and the target's distribution at each row.
+
+    Args:
+        student_KRH: drafter outputs after its norm, aligned with the teacher's rows.
+        head_WH: the drafter's head over the draft vocabulary.
+        teacher: the target at the same rows.
+        weight_KR: fp32, zero where a draft is not supervised.
+        kind: "ce" sum -p log q; "kl" the same minus the entropy of p (equal gradients); "lk" the hybrid of arXiv 2602.23881,
+            w KL + (1 - w) TV with w = exp(-3 acceptance) held constant.
+    """
+    loss_sum, hits_K, rows_K, num_outside_K = _Distillation.apply(student_KRH, head_WH, teacher, weight_KR, kind)
+    return DistillationSums(loss_sum, hits_K, rows_K, num_outside_K)
+
+
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, student_KRH: Tensor, head_WH: Tensor, teacher: Teacher, weight_KR: Tensor, kind: LossKind
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        num_steps, num_rows, _ = student_KRH.shape
+        device = student_KRH.device
+        compute_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else student_KRH.dtype
+        head = head_WH.to(compute_dtype)
+        grad_student_KRH = torch.zeros_like(student_KRH)
+        grad_head_WH = torch.zeros(head_WH.shape, dtype=torch.float32, device=device) if ctx.needs_input_grad[1] else None
+        loss_sum = torch.zeros((), dtype=torch.float32, device=device)
+        counts_3K = torch.zeros(3, num_steps, dtype=torch.float32, device=device)
+        chunk_rows = max(1, _CHUNK_ELEMENTS // max(teacher.lm_head_VE.shape[0] if teacher.drops_outside else 0, num_steps * len(head)))
+        with torch.autocast(device.type, enabled=False):
+            for start in range(0, num_rows, chunk_rows):
+                rows = slice(start, start + chunk_rows)
+                p_CW, argmax_C, is_inside_C = _teacher_distribution(teacher, rows, compute_dtype)
+                active_KC = weight_KR[:, rows] > 0
+                weight_KC = weight_KR[:, rows] * is_inside_C
+                student_KCH = student_KRH[:, rows].to(compute_dtype)
+                logits_KCW = (student_KCH @ head.T).float()
+                chunk_loss, grad_logits_KCW, hits_KC = _loss_and_gradient(logits_KCW, p_CW, argmax_C, weight_KC, kind)
+                loss_sum += chunk_loss
+                counts_3K += torch.stack([(hits_KC & is_inside_C & active_KC).sum(1), active_KC.sum(1), (active_KC & ~is_inside_C).sum(1)])
+                grad_logits_KCW = grad_logits_KCW.to(compute_dtype)
+                grad_student_KRH[:, rows] = (grad_logits_KCW @ head).to(grad_student_KRH.dtype)
+                if grad_head_WH is not None:
+                    grad_head_WH += (grad_logits_KCW.flatten(0, 1).T @ student_KCH.flatten(0, 1)).float()
+        ctx.save_for_backward(grad_student_KRH, *([] if grad_head_WH is None else [grad_head_WH.to(head_WH.dtype)]))
+        ctx.mark_non_differentiable(counts_3K)
+        return loss_sum, *counts_3K.unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_student_KRH, *grad_head = ctx.saved_tensors
+        head = grad_head[0] * grad_loss.to(grad_head[0].dtype) if grad_head else None
+        return grad_student_KRH * grad_loss.to(grad_student_KRH.dtype), head, None, None, None
+
+
+def _teacher_distribution(teacher: Teacher, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(p_CW over the draft vocabulary, its argmax index in the draft vocabulary, whether the full argmax is inside it)."""
+    last_CE = teacher.last_RE[rows].to(dtype)
+    is_inside_C = torch.ones(last_CE.shape[0], dtype=torch.bool, device=last_CE.device)
+    if teacher.draft_ids_W is None:
+        logits_CW = last_CE @ teacher.lm_head_VE.to(dtype).T
+    elif teacher.drops_outside:
+        logits_CV = last_CE @ teacher.lm_head_VE.to(dtype).T
+        logits_CW = logits_CV[:, teacher.draft_ids_W]
+        is_inside_C = torch.isin(logits_CV.argmax(-1), teacher.draft_ids_W, assume_unique=False)
+    else:
+        logits_CW = last_CE @ teacher.lm_head_VE[teacher.draft_ids_W].to(dtype).T
+    return logits_CW.float().softmax(-1), logits_CW.argmax(-1), is_inside_C
+
+
+def _loss_and_gradient(
+    logits_KCW: Tensor, p_CW: Tensor, argmax_C: Tensor, weight_KC: Tensor, kind: LossKind
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(weighted loss sum, d loss / d logits, whether the argmaxes agree); overwrites `logits_KCW`."""
+    hits_KC = logits_KCW.argmax(-1) == argmax_C
+    log_q_KCW = logits_KCW.sub_(torch.logsumexp(logits_KCW, -1, keepdim=True))
+    cross_KC = -torch.einsum("kcw,cw->kc", log_q_KCW, p_CW)
+    q_KCW = log_q_KCW.exp_()
+    if kind == "ce":
+        return (weight_KC * cross_KC).sum(), q_KCW.sub_(p_CW).mul_(weight_KC[..., None]), hits_KC
+    kl_KC = cross_KC - torch.special.entr(p_CW).sum(-1)
+    if kind == "kl":
+        return (weight_KC * kl_KC).sum(), q_KCW.sub_(p_CW).mul_(weight_KC[..., None]), hits_KC
+    acceptance_KC = torch.minimum(q_KCW, p_CW).sum(-1)
+    mix_KC = torch.exp(-LK_ETA * acceptance_KC)
+    # d acceptance / d logits = q * (m - E_q[m]) with m = 1 where q < p; TV = 1 - acceptance.
+    below_KCW = (q_KCW < p_CW).float()
+    grad_tv_KCW = q_KCW * ((q_KCW * below_KCW).sum(-1, keepdim=True) - below_KCW)
+    grad_KCW = mix_KC[..., None] * (q_KCW - p_CW) + (1 - mix_KC)[..., None] * grad_tv_KCW
+    loss_KC = mix_KC * kl_KC + (1 - mix_KC) * (1 - acceptance_KC)
+    return (weight_KC * loss_KC).sum(), grad_KCW * weight_KC[..., None], hits_KC
+
+
+def cosine_schedule(step: int, num_steps: int, num_warmup_steps: int, floor: float) -> float:
+    """Learning-rate factor at `step`: linear from 0 to 1 over the warm-up, then a cosine down to `floor` at `num_steps`."""
+    if step < num_warmup_steps:
+        return (step + 1) / num_warmup_steps
+    progress = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

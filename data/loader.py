@@ -1,0 +1,132 @@
+"""Which documents make up each training step, on every rank, reproducibly.
+
+Place in the flow: document lengths -> packs -> `Features` of this rank's packs of a step, read ahead of the trainer.
+
+Packs form one endless stream: epoch after epoch, each freshly shuffled by (seed, epoch) and packed whole documents at a time up to the token
+budget. Step n of a run takes packs n*P .. (n+1)*P-1, whatever the number of ranks: rank r of w takes every w-th of them. So the data position of a
+run is its step number, one process and many see the same global batches, and a resumed run goes on exactly.
+
+    stream   p0 p1 p2 p3 | p4 p5 p6 p7 | ...      P = 4 packs a step
+    2 ranks  r0 r1 r0 r1 | r0 r1 r0 r1 | ...
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.batch import Features
+
+_OPEN_PACKS = 64
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """How the stream of packs is formed.
+
+    Attributes:
+        lengths: tokens of each document.
+        pack_tokens: most tokens of a pack (one micro-batch of one rank).
+        packs_per_step: packs of a global step.
+        seed: of the shuffles.
+    """
+
+    lengths: np.ndarray
+    pack_tokens: int
+    packs_per_step: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) == 0:
+            raise ValueError("there is no document to train on: look at data_report.json for the reasons records were left out")
+        if self.lengths.max() > self.pack_tokens:
+            raise ValueError(
+                f"the longest document has {self.lengths.max()} tokens, but a pack holds {self.pack_tokens}: "
+                "raise train.pack_tokens or lower data.max_length"
+            )
+
+    def epoch_packs(self, epoch: int) -> list[list[int]]:
+        """The packs of one epoch: every document once, first-fit over a bounded number of open packs."""
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.lengths))
+        closed: list[list[int]] = []
+        open_packs: list[tuple[int, list[int]]] = []  # (free tokens, documents), oldest first
+        for document in order.tolist():
+            length = int(self.lengths[document])
+            for index, (free, documents) in enumerate(open_packs):
+                if free >= length:
+                    documents.append(document)
+                    open_packs[index] = (free - length, documents)
+                    break
+            else:
+                open_packs.append((self.pack_tokens - length, [document]))
+                if len(open_packs) > _OPEN_PACKS:
+                    closed.append(open_packs.pop(0)[1])
+        return closed + [documents for _, documents in open_packs]
+
+    def num_steps(self, num_epochs: float) -> int:
+        """Steps that `num_epochs` take, rounded up; at least one."""
+        whole = int(num_epochs)
+        packs = sum(len(self.epoch_packs(epoch)) for epoch in range(whole))
+        packs += (num_epochs - whole) * len(self.epoch_packs(whole)) if num_epochs > whole else 0
+        return max(1, int(-(-packs // self.packs_per_step)))
+
+    def steps(self, first_step: int) -> Iterator[list[list[int]]]:
+        """The packs (lists of document indices) of each global step from `first_step` on, for ever."""
+        starts, epoch, packs = [0], 0, self.epoch_packs(0)
+        position = first_step * self.packs_per_step
+        while starts[-1] + len(packs) <= position:
+            starts.append(starts[-1] + len(packs))
+            epoch += 1
+            packs = self.epoch_packs(epoch)
+        cursor = position - starts[bisect.bisect_right(starts, position) - 1]
+        while True:
+            step: list[list[int]] = []
+            while len(step) < self.packs_per_step:
+                if cursor == len(packs):
+                    epoch, cursor = epoch + 1, 0
+                    packs = self.epoch_packs(epoch)
+                step.append(packs[cursor])
+                cursor += 1
+            yield step
+
+
+def check_divisible(packs_per_step: int, world_size: int) -> None:
+    """Raises ValueError where the packs of a step cannot be dealt evenly to the ranks."""
+    if packs_per_step % world_size:
+        raise ValueError(
+            f"a step has {packs_per_step} packs (train.batch_tokens / train.pack_tokens), which {world_size} ranks cannot share evenly: "
+            "change train.batch_tokens or train.pack_tokens"
+        )
+
+
+def load_steps(
+    plan: PackPlan, read: Callable[[Sequence[int]], Features], first_step: int, rank: int, world_size: int, is_prefetched: bool
+) -> Iterator[list[Features]]:
+    """This rank's packs of each step, read one step ahead in a thread where that helps.
+
+    Args:
+        plan: the stream.
+        read: features of one pack of documents, from a store or from the online target.
+        first_step: where a resumed run goes on.
+        rank: this process among `world_size`.
+        is_prefetched: true for a store; an online target computes where the trainer does and gains nothing.
+    """
+    check_divisible(plan.packs_per_step, world_size)
+    steps = plan.steps(first_step)
+
+    def read_step() -> list[Features]:
+        return [read(documents) for documents in next(steps)[rank::world_size]]
+
+    if not is_prefetched:
+        while True:
+            yield read_step()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as executor:
+        following: Future[list[Features]] = executor.submit(read_step)
+        while True:
+            current = following.result()
+            following = executor.submit(read_step)
+            yield current

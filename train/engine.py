@@ -1,0 +1,280 @@
+"""Two ways to take a training step, behind the same few methods: plain torch (DDP) and DeepSpeed (ZeRO-0/1/2/3).
+
+Place in the flow: `run.py` hands an engine the micro-batches of a global step; everything about processes, precision and sharding is in here.
+
+The loss of a step is the sum over all supervised positions of the global batch, divided by their number. Both engines average gradients over ranks
+(and DeepSpeed over micro-batches too), so each micro-batch's sum is scaled to undo that: the result is the same for any split of the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoints.resume import load_optimizer, save_optimizer
+from data.batch import DrafterBatch
+from train.drafters.base import Drafter
+from train.optim import OptimConfig, build_optimizer, set_rate
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One optimizer step, summed over all ranks.
+
+    Attributes:
+        loss: loss sum / supervised positions.
+        num_supervised: supervised positions of the global batch.
+        num_tokens: tokens of the global batch.
+        grad_norm: before clipping.
+        metrics: the drafter's sums.
+    """
+
+    loss: float
+    num_supervised: int
+    num_tokens: int
+    grad_norm: float
+    metrics: dict[str, float]
+
+
+class Engine(Protocol):
+    """What a run needs of an engine."""
+
+    processes: Processes
+
+    def train_step(self, batches: Sequence[DrafterBatch], rate: float) -> StepOutput:
+        """One optimizer step over this rank's micro-batches of the global batch."""
+
+    def save(self, folder: Path) -> None:
+        """Writes parameters and optimizer state; called by every rank."""
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote; called by every rank."""
+
+    def state(self) -> dict[str, Tensor]:
+        """All parameters under their contract names, on the CPU of rank 0 (empty elsewhere); called by every rank."""
+
+
+class Processes:
+    """The ranks of this run and the little they tell each other; one process alone needs no launcher."""
+
+    def __init__(self, engine: Literal["torch", "deepspeed"]) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        has_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", self.local_rank) if has_gpu else torch.device("cpu")
+        if has_gpu:
+            torch.cuda.set_device(self.device)
+        if engine == "deepspeed":
+            _init_deepspeed(has_gpu)
+        elif self.world_size > 1:
+            dist.init_process_group("nccl" if has_gpu else "gloo")
+        # Rank 0 prepares data while the others wait, for hours on a large set: a group of its own with a timeout to match.
+        is_waiting_group_needed = self.world_size > 1
+        self._waiting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7)) if is_waiting_group_needed else None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Waits for every rank, for as long as it takes."""
+        if self._waiting is not None:
+            dist.barrier(group=self._waiting)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over ranks, in float64."""
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self._waiting)
+        return tensor.tolist()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _init_deepspeed(has_gpu: bool) -> None:
+    """Starts DeepSpeed's communication; alone and without a launcher, as the single rank of its own."""
+    if not has_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}.items():
+        os.environ.setdefault(name, value)
+    import deepspeed
+
+    if not has_gpu:
+        # DeepSpeed would compile a shared-memory kernel for minutes; gloo gives the same numbers without it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="nccl" if has_gpu else "gloo", verbose=False)
+
+
+def _reduced(processes: Processes, losses: list[Tensor], metrics: dict[str, Tensor], batches: Sequence[DrafterBatch]) -> list[float]:
+    """[loss sum, tokens, metrics...] over all micro-batches and ranks."""
+    loss_sum = float(torch.stack(losses).sum())
+    return processes.sum([loss_sum, sum(batch.num_tokens for batch in batches), *(float(value) for value in metrics.values())])
+
+
+def _add(total: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+    for name, value in metrics.items():
+        total[name] = total[name] + value.detach() if name in total else value.detach()
+
+
+class TorchEngine:
+    """DDP where there are several ranks, nothing around the module where there is one."""
+
+    def __init__(self, drafter: Drafter, optim: OptimConfig, precision: Precision, processes: Processes) -> None:
+        self.processes = processes
+        self._drafter = drafter.to(processes.device)
+        self._max_grad_norm = optim.max_grad_norm
+        self._autocasts = precision == "bf16"
+        self._optimizer = build_optimizer(drafter, optim, is_fused=True)
+        self._model: torch.nn.Module = drafter
+        if processes.world_size > 1:
+            self._model = torch.nn.parallel.DistributedDataParallel(drafter, gradient_as_bucket_view=True)
+
+    def train_step(self, batches: Sequence[DrafterBatch], rate: float) -> StepOutput:
+        num_supervised = int(self.processes.sum([sum(self._drafter.num_supervised(batch) for batch in batches)])[0])
+        scale = self.processes.world_size / max(1, num_supervised)
+        losses: list[Tensor] = []
+        metrics: dict[str, Tensor] = {}
+        for index, batch in enumerate(batches):
+            with self._without_reduction(is_last=index == len(batches) - 1):
+                with torch.autocast(self.processes.device.type, dtype=torch.bfloat16, enabled=self._autocasts):
+                    output = self._model(batch)
+                (output.loss_sum * scale).backward()
+            losses.append(output.loss_sum.detach())
+            _add(metrics, output.metrics)
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._drafter.parameters(), self._max_grad_norm))
+        set_rate(self._optimizer, rate)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss_sum, num_tokens, *sums = _reduced(self.processes, losses, metrics, batches)
+        return StepOutput(
+            loss_sum / max(1, num_supervised), num_supervised, int(num_tokens), grad_norm, dict(zip(metrics, sums, strict=True))
+        )
+
+    def _without_reduction(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gradients are reduced once a step, with the last micro-batch."""
+        if isinstance(self._model, torch.nn.parallel.DistributedDataParallel) and not is_last:
+            return self._model.no_sync()
+        return contextlib.nullcontext()
+
+    def save(self, folder: Path) -> None:
+        if self.processes.is_main:
+            save_file(self.state(), folder / "weights.safetensors")
+            save_optimizer(folder / "optimizer.safetensors", self._drafter, self._optimizer)
+
+    def load(self, folder: Path) -> None:
+        _require(folder / "optimizer.safetensors", "torch")
+        self._drafter.load_state_dict(load_file(folder / "weights.safetensors"))
+        load_optimizer(folder / "optimizer.safetensors", self._drafter, self._optimizer)
+
+    def state(self) -> dict[str, Tensor]:
+        if not self.processes.is_main:
+            return {}
+        return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self._drafter.state_dict().items()}
+
+
+class DeepSpeedEngine:
+    """DeepSpeed with a ZeRO configuration file."""
+
+    def __init__(
+        self, drafter: Drafter, optim: OptimConfig, precision: Precision, processes: Processes, config_path: Path, packs_per_rank: int
+    ) -> None:
+        import deepspeed
+
+        config = json.loads(config_path.read_text())
+        for reserved in ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "optimizer", "scheduler"):
+            if reserved in config:
+                raise ValueError(f"{config_path} sets {reserved!r}, which the recipe decides: remove it there")
+        stage = config["zero_optimization"]["stage"]
+        if stage == 0 and precision == "bf16":
+            raise ValueError(f"{config_path}: bf16 with ZeRO stage 0 loses accuracy in DeepSpeed: use stage 1, or train.precision fp32")
+        config |= {
+            "train_micro_batch_size_per_gpu": 1,  # one pack
+            "gradient_accumulation_steps": packs_per_rank,
+            "gradient_clipping": optim.max_grad_norm,
+            "bf16": {"enabled": precision == "bf16"},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        }
+        if precision == "bf16":
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        self.processes = processes
+        self._drafter = drafter.to(processes.device)
+        self._packs_per_rank = packs_per_rank
+        optimizer = build_optimizer(drafter, optim, is_fused=processes.device.type == "cuda")
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=drafter, optimizer=optimizer, config=config, model_parameters=[p for p in drafter.parameters() if p.requires_grad]
+        )
+
+    def train_step(self, batches: Sequence[DrafterBatch], rate: float) -> StepOutput:
+        num_supervised = int(self.processes.sum([sum(self._drafter.num_supervised(batch) for batch in batches)])[0])
+        scale = self.processes.world_size * self._packs_per_rank / max(1, num_supervised)
+        set_rate(self._optimizer, rate)
+        losses: list[Tensor] = []
+        metrics: dict[str, Tensor] = {}
+        for batch in batches:
+            loss_sum, sums = self._engine(batch)
+            self._engine.backward(loss_sum * scale)
+            self._engine.step()
+            losses.append(loss_sum.detach())
+            _add(metrics, sums)
+        grad_norm = self._engine.get_global_grad_norm()
+        loss, num_tokens, *totals = _reduced(self.processes, losses, metrics, batches)
+        return StepOutput(
+            loss / max(1, num_supervised),
+            num_supervised,
+            int(num_tokens),
+            float("nan") if grad_norm is None else float(grad_norm),
+            dict(zip(metrics, totals, strict=True)),
+        )
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag="deepspeed")
+
+    def load(self, folder: Path) -> None:
+        _require(folder / "deepspeed", "deepspeed")
+        loaded, _ = self._engine.load_checkpoint(str(folder), tag="deepspeed")
+        if loaded is None:
+            raise ValueError(f"DeepSpeed found no checkpoint in {folder}: remove the folder to go on from the one before it")
+
+    def state(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._drafter.named_parameters():
+            with _whole(parameter):
+                if self.processes.is_main:
+                    tensors[name] = parameter.detach().cpu().contiguous().clone()
+        return tensors
+
+
+@contextlib.contextmanager
+def _whole(parameter: Tensor) -> Iterator[None]:
+    """The parameter gathered from all ranks where ZeRO-3 has sharded it."""
+    import deepspeed
+
+    if hasattr(parameter, "ds_id"):
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield
+    else:
+        yield
+
+
+def _require(path: Path, engine: str) -> None:
+    """A checkpoint of one engine cannot be resumed by the other."""
+    if not path.exists():
+        raise ValueError(f"{path.parent} has no {path.name}, so it was not written by the {engine} engine: resume with the engine that wrote it")

@@ -1,0 +1,93 @@
+"""Which stages of a run are done, and with which inputs: a stage runs when its output is missing or its inputs have changed.
+
+A finished stage leaves `<run>/stages/<name>.json` with its inputs, written after its output is whole. A changed input makes the stage, and every
+stage that reads its output, stale; the difference is printed, so that no work is repeated or skipped without a reason one can read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a run.
+
+    Attributes:
+        name: also the name of its record.
+        inputs: JSON values that its output depends on, those of the stages before it included through their fingerprints.
+    """
+
+    name: str
+    inputs: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the inputs."""
+        return hashlib.sha256(json.dumps(self.inputs, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class StageRecords:
+    """The finished stages of one run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "stages"
+
+    def read(self, stage: Stage) -> dict[str, Any] | None:
+        """The record of an earlier completion, whatever its inputs, or None."""
+        path = self._folder / f"{stage.name}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def is_done(self, stage: Stage) -> bool:
+        """Whether the stage has completed with these inputs."""
+        record = self.read(stage)
+        return record is not None and record["inputs"] == json.loads(json.dumps(stage.inputs))
+
+    def changes(self, stage: Stage) -> list[str]:
+        """What differs from the inputs of the earlier completion, as `name: old -> new`; empty if there was none."""
+        record = self.read(stage)
+        if record is None:
+            return []
+        return list(_differences(record["inputs"], json.loads(json.dumps(stage.inputs)), ""))
+
+    def forget(self, stage: Stage) -> None:
+        """Marks the stage as not done, before its output is replaced."""
+        (self._folder / f"{stage.name}.json").unlink(missing_ok=True)
+
+    def complete(self, stage: Stage, seconds: float) -> None:
+        """Marks the stage as done; its output is whole on disk."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        temporary = self._folder / f"{stage.name}.tmp"
+        temporary.write_text(json.dumps({"inputs": stage.inputs, "seconds": round(seconds, 2)}, indent=2))
+        temporary.replace(self._folder / f"{stage.name}.json")
+
+    def seconds(self, name: str) -> float:
+        """How long a finished stage took when it ran."""
+        path = self._folder / f"{name}.json"
+        return float(json.loads(path.read_text())["seconds"]) if path.exists() else 0.0
+
+
+def source_identity(source: str, installed_version: Callable[[str], str]) -> dict[str, Any]:
+    """What tells one state of a data source from another: size and time of local files, version of a package, name of a Hub id."""
+    if source.startswith("package:"):
+        return {"source": source, "version": installed_version(source.removeprefix("package:"))}
+    path = Path(source)
+    if not path.exists():
+        return {"source": source}
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return {"source": source, "files": hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}
+
+
+def _differences(old: Any, new: Any, prefix: str) -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        found: list[str] = []
+        for key in sorted(set(old) | set(new)):
+            found += _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+        return found
+    return [] if old == new else [f"{prefix}: {old} -> {new}"]

@@ -1,0 +1,363 @@
+"""Writes a drafter as a checkpoint that the engines load, and checks one against the contract.
+
+Place in the flow: trained drafter -> `export_drafter` -> runs/<name>/export/ (config.json, model.safetensors, headstart.json) ->
+evaluator, vLLM, SGLang, Hub. An export ends by being read back and compared bit for bit with what was given; the rules themselves
+are the rows of checkpoints/serving.py.
+
+Shapes: W draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from checkpoints.provenance import Provenance
+from checkpoints.serving import (
+    ServingFormat,
+    aux_layer_fields,
+    config_problems,
+    engine_limits,
+    expected_shape,
+    format_of_config,
+    serving_format,
+    shape_numbers,
+)
+
+CONFIG_FILE = "config.json"
+TENSORS_FILE = "model.safetensors"
+PROVENANCE_FILE = "headstart.json"
+SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "BOOL": "bool"}
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class DraftDimensions:
+    """The sizes of a draft head's Llama block, in config.json's terms."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    rms_norm_eps: float
+
+    @classmethod
+    def of_target(cls, target_config: PretrainedConfig) -> DraftDimensions:
+        """The target's own sizes: the usual choice."""
+        text = target_config.get_text_config().to_dict()
+        heads = text["num_attention_heads"]
+        return cls(
+            hidden_size=text["hidden_size"],
+            intermediate_size=text["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=text.get("num_key_value_heads") or heads,
+            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+            hidden_act=text["hidden_act"],
+            rms_norm_eps=text["rms_norm_eps"],
+        )
+
+
+def rope_fields(target_config: PretrainedConfig) -> dict[str, Any]:
+    """The target's rotary embedding in every spelling that an engine reads.
+
+    transformers 5, and so vLLM 0.32 and SGLang 0.5.23, read `rope_parameters`; older versions read `rope_theta` and
+    `rope_scaling`. A `rope_scaling` that is not null wins over `rope_parameters` in transformers 5, so it must say the same.
+
+    Raises:
+        ValueError: for a target whose layers differ in their rotation, or with multimodal sections: one draft layer has neither.
+    """
+    text = target_config.get_text_config()
+    parameters = dict(text.to_dict().get("rope_parameters") or {})
+    if "rope_theta" not in parameters or "mrope_section" in parameters:
+        raise ValueError(
+            f"the target's config has rope_parameters {parameters}, expected one rope_type and one rope_theta for all its "
+            "layers; a draft head for such a target is not supported"
+        )
+    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    is_default = scaling.get("rope_type", "default") == "default" and set(scaling) <= {"rope_type"}
+    return {
+        "rope_parameters": parameters,
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": None if is_default else scaling,
+    }
+
+
+def eagle3_config(
+    target_config: PretrainedConfig,
+    dimensions: DraftDimensions,
+    aux_layers: Sequence[int],
+    draft_vocab_size: int,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """config.json of an EAGLE-3 head: a Llama config of one layer, with the fields of the contract.
+
+    Args:
+        target_config: the target's transformers config; vocabulary, rotation and context length are its own.
+        dimensions: the draft block's sizes.
+        aux_layers: HF `hidden_states` indices that `fc` joins, ascending.
+        draft_vocab_size: rows of `lm_head`.
+        dtype: dtype of the exported tensors.
+    """
+    text = target_config.get_text_config()
+    dtype_name = str(dtype).removeprefix("torch.")
+    config: dict[str, Any] = {
+        "architectures": list(serving_format("eagle3").architectures),
+        "model_type": "llama",
+        "vocab_size": text.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "hidden_size": dimensions.hidden_size,
+        "intermediate_size": dimensions.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": dimensions.num_attention_heads,
+        "num_key_value_heads": dimensions.num_key_value_heads,
+        "head_dim": dimensions.head_dim,
+        "hidden_act": dimensions.hidden_act,
+        "rms_norm_eps": dimensions.rms_norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "norm_before_residual": False,
+        "tie_word_embeddings": False,
+        # SGLang refuses a draft context that is shorter than the target's.
+        "max_position_embeddings": text.max_position_embeddings,
+        "bos_token_id": text.bos_token_id,
+        "eos_token_id": text.eos_token_id,
+        **rope_fields(target_config),
+        **aux_layer_fields(aux_layers, text.num_hidden_layers),
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,
+    }
+    if text.hidden_size != dimensions.hidden_size:
+        config["target_hidden_size"] = text.hidden_size
+    return config
+
+
+CONFIG_BUILDERS = {"eagle3": eagle3_config}
+
+
+def export_drafter(
+    tensors: Mapping[str, Tensor],
+    *,
+    algorithm: str,
+    target_config: PretrainedConfig,
+    dimensions: DraftDimensions,
+    aux_layers: Sequence[int],
+    dtype: torch.dtype,
+    out_dir: Path,
+    provenance: Provenance,
+) -> Path:
+    """Writes a checkpoint that the engines load; nothing is at `out_dir` unless the whole export passed its checks.
+
+    Args:
+        tensors: by contract name, floating ones in any floating dtype on any device. With the full vocabulary `d2t` and `t2d`
+            may be there and are left out of the file.
+        algorithm: a row of checkpoints/serving.py.
+        target_config: the target's transformers config.
+        dimensions: the draft block's sizes.
+        aux_layers: HF `hidden_states` indices, ascending.
+        dtype: dtype of the floating tensors in the file.
+        out_dir: an earlier export there is replaced.
+        provenance: written to headstart.json.
+
+    Returns:
+        `out_dir`.
+
+    Raises:
+        ValueError: if the tensors or the config break the contract, or `out_dir` holds something else than an export.
+    """
+    row = serving_format(algorithm)
+    if "lm_head.weight" not in tensors:
+        raise ValueError(f"the drafter has no lm_head.weight; found {', '.join(sorted(tensors))}")
+    config = CONFIG_BUILDERS[algorithm](target_config, dimensions, aux_layers, tensors["lm_head.weight"].shape[0], dtype)
+    to_write = _prepared_tensors(tensors, row, config, dtype)
+    _refuse_foreign_directory(out_dir)
+
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    staging = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        save_file(to_write, staging / TENSORS_FILE, metadata={"format": "pt"})
+        _write_json(staging / CONFIG_FILE, config)
+        limits = engine_limits(config, target_config.get_text_config().num_hidden_layers)
+        _write_json(staging / PROVENANCE_FILE, {"algorithm": algorithm, "engine_limits": limits, **provenance.to_json()})
+        _check_reload(staging, to_write)
+        _replace_directory(staging, out_dir)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return out_dir
+
+
+def read_export(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors (on the CPU) of an export that passes `validate_export`."""
+    config = validate_export(directory)
+    return config, load_file(directory / TENSORS_FILE)
+
+
+def validate_export(directory: Path) -> dict[str, Any]:
+    """Checks a checkpoint against the contract of every engine of its format.
+
+    Returns:
+        The config.
+
+    Raises:
+        ValueError: naming every missing, unexpected or misshapen tensor and every config field that is wrong, each with what
+            was found and what was expected.
+    """
+    config = _read_config(directory / CONFIG_FILE)
+    row = format_of_config(config)
+    problems = config_problems(config)
+    tensors_path = directory / TENSORS_FILE
+    if not tensors_path.is_file():
+        problems.append(f"{TENSORS_FILE} is missing")
+    elif not problems:  # shapes follow from the config
+        problems += _file_problems(tensors_path, row, config)
+    if problems:
+        listed = "\n  ".join(problems)
+        raise ValueError(f"{directory} breaks the {row.algorithm} serving contract:\n  {listed}\nexport the drafter again")
+    return config
+
+
+def _file_problems(path: Path, row: ServingFormat, config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a safetensors file; reads its header, and the two vocabulary maps."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: _header(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            problems = _tensor_problems(found, row, config)
+            if not problems and "d2t" in found:
+                problems = _vocabulary_problems(file.get_tensor("d2t"), file.get_tensor("t2d"))
+            return problems
+    except SafetensorError as error:
+        return [f"{path.name} is not a safetensors file: {error}"]
+
+
+def _header(tensor_slice: Any) -> tuple[tuple[int, ...], str]:
+    dtype = tensor_slice.get_dtype()
+    return tuple(tensor_slice.get_shape()), SAFETENSORS_DTYPES.get(dtype, dtype)
+
+
+def _tensor_problems(
+    found: Mapping[str, tuple[tuple[int, ...], str]], row: ServingFormat, config: Mapping[str, Any]
+) -> list[str]:
+    """One line for each tensor that differs from the contract; `found` maps a name to its shape and dtype."""
+    numbers = shape_numbers(config)
+    has_draft_vocab = numbers.get("draft_vocab_size") != numbers["vocab_size"]
+    problems, allowed = [], set()
+    for rule in row.tensors:
+        if rule.presence == "draft_vocab" and not has_draft_vocab:
+            continue
+        allowed.add(rule.name)
+        expected = (expected_shape(rule, numbers), config["dtype"] if rule.dtype == "model" else rule.dtype)
+        described = f"{list(expected[0])} {expected[1]}"
+        if rule.name not in found:
+            if rule.presence != "optional":
+                problems.append(f"{rule.name} is missing, expected {described}")
+        elif found[rule.name] != expected:
+            shape, dtype = found[rule.name]
+            problems.append(f"{rule.name} is {list(shape)} {dtype}, expected {described}")
+    if numbers["target_hidden_size"] != numbers["hidden_size"] and "embed_tokens.weight" not in found:
+        problems.append("embed_tokens.weight is missing: the target's embedding has another width, so the draft needs its own")
+    problems += [f"{name} is unexpected: vLLM raises on it" for name in sorted(set(found) - allowed)]
+    return problems
+
+
+def _vocabulary_problems(d2t_W: Tensor, t2d_V: Tensor) -> list[str]:
+    """Checks that d2t holds offsets (target id = j + d2t[j]) to ascending ids, the ones that t2d marks."""
+    num_target = t2d_V.shape[0]
+    target_ids_W = torch.arange(d2t_W.shape[0]) + d2t_W
+    if bool((target_ids_W < 0).any() or (target_ids_W >= num_target).any() or (target_ids_W.diff() <= 0).any()):
+        return [
+            f"d2t + arange gives ids {int(target_ids_W.min())}..{int(target_ids_W.max())}, expected ascending, distinct ids in "
+            f"0..{num_target - 1}: d2t holds offsets (target id - j), not ids"
+        ]
+    marked = t2d_V.nonzero().flatten()
+    if not torch.equal(marked, target_ids_W):
+        return [f"t2d marks {marked.numel()} tokens that are not the {target_ids_W.numel()} of d2t, expected the same set"]
+    return []
+
+
+def _prepared_tensors(
+    tensors: Mapping[str, Tensor], row: ServingFormat, config: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors as the file will hold them, checked against the contract before anything is written."""
+    has_draft_vocab = config["draft_vocab_size"] != config["vocab_size"]
+    left_out = set() if has_draft_vocab else {rule.name for rule in row.tensors if rule.presence == "draft_vocab"}
+    prepared = {}
+    for name, tensor in tensors.items():
+        if name in left_out:
+            if name == "d2t" and bool((tensor != 0).any()):
+                raise ValueError("the draft vocabulary is the whole target vocabulary, but d2t has offsets that are not zero")
+            continue
+        value = tensor.detach().to("cpu", dtype=dtype if tensor.is_floating_point() else None)
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ValueError(f"{name} holds values that are not finite in {dtype}: the training diverged, export an earlier step")
+        prepared[name] = value.contiguous().clone()
+    found = {name: (tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in prepared.items()}
+    problems = config_problems(config) or _tensor_problems(found, row, config)
+    if not problems and "d2t" in prepared:
+        problems = _vocabulary_problems(prepared["d2t"], prepared["t2d"])
+    if problems:
+        listed = "\n  ".join(problems)
+        raise ValueError(f"the drafter does not fit the {row.algorithm} serving contract:\n  {listed}")
+    return prepared
+
+
+def _check_reload(directory: Path, written: Mapping[str, Tensor]) -> None:
+    """Reads an export back and compares every tensor bit for bit."""
+    _, reloaded = read_export(directory)
+    different = [name for name in written if not torch.equal(written[name], reloaded[name])]
+    if different:
+        names = ", ".join(different)
+        raise ValueError(f"{directory}: {names} read back differently from what was written; is the disk full or failing?")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: {path.parent} is not an exported drafter")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}): export the drafter again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, expected a JSON object")
+    return config
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _refuse_foreign_directory(directory: Path) -> None:
+    """Only an earlier export, or an empty directory, may be replaced."""
+    if not directory.exists():
+        return
+    names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else {directory.name}
+    foreign = ", ".join(sorted(names - {CONFIG_FILE, TENSORS_FILE, PROVENANCE_FILE}))
+    if foreign:
+        raise ValueError(f"{directory} holds {foreign}, which no export wrote: choose another directory or empty it")
+
+
+def _replace_directory(new: Path, directory: Path) -> None:
+    """Moves `new` to `directory`; at every moment the directory is the old export, absent, or the new one, never a mixture."""
+    for file in new.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    if directory.exists():
+        retired = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+        directory.rename(retired)
+        new.rename(directory)
+        shutil.rmtree(retired)
+    else:
+        new.rename(directory)

@@ -1,0 +1,280 @@
+"""The serving contract as data: what each engine needs of a draft checkpoint, per algorithm.
+
+Both engines load mostly silently: a missing tensor stays uninitialised and only lowers acceptance. So the exporter checks its own
+output against these rows, and an export that passes here is one that the engines really load. Source of every rule: vLLM 0.32.0
+and SGLang 0.5.23, read and executed; a rule must be checked again when one of these versions moves.
+
+Place in the flow: checkpoints/export.py writes and checks by these rows; a new wire format is one more entry of `FORMATS`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+EngineName = Literal["vllm", "sglang"]
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One tensor of the checkpoint.
+
+    Attributes:
+        name: its name in model.safetensors.
+        shape: one product per dimension, of config.json fields and whole numbers ("2*hidden_size").
+        dtype: "model" (the config's dtype), or a fixed one.
+        presence: "always"; "draft_vocab" (exactly when draft_vocab_size differs from vocab_size); or "optional".
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    dtype: Literal["model", "int64", "bool"] = "model"
+    presence: Literal["always", "draft_vocab", "optional"] = "always"
+
+
+@dataclass(frozen=True)
+class FieldRule:
+    """One field of config.json.
+
+    Attributes:
+        name: the field.
+        types: the Python types that its JSON value may have.
+        otherwise: what the engine does without it, for the error message.
+        value: the only value that works, or None where any value of the type does.
+    """
+
+    name: str
+    types: tuple[type, ...]
+    otherwise: str
+    value: object = None
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """What one version of one engine reads of config.json."""
+
+    version: str
+    fields: tuple[FieldRule, ...]
+
+
+@dataclass(frozen=True)
+class ServingFormat:
+    """One wire format.
+
+    Attributes:
+        algorithm: the drafter's name, as in train/drafters/.
+        vllm_method: the `method` of vLLM's speculative config; never left to vLLM's guess from the path.
+        architectures: written to config.json; a spelling that every engine of the format resolves.
+        tensors: the exact key set; anything else in the file is an error (vLLM raises, SGLang ignores it silently).
+        engines: the engines that load the format.
+    """
+
+    algorithm: str
+    vllm_method: str
+    architectures: tuple[str, ...]
+    tensors: tuple[TensorRule, ...]
+    engines: Mapping[EngineName, EngineRow]
+
+
+def _number_rules(names: Sequence[str], otherwise: str) -> tuple[FieldRule, ...]:
+    return tuple(FieldRule(name, (int,), otherwise) for name in names)
+
+
+EAGLE3_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+EAGLE3_COMMON = (
+    FieldRule("model_type", (str,), "rejects the checkpoint", "llama"),
+    FieldRule("architectures", (list,), "rejects the checkpoint", ["LlamaForCausalLMEagle3"]),
+    *_number_rules(EAGLE3_SIZES, "takes transformers' default, and tensors of other shapes"),
+    FieldRule("num_hidden_layers", (int,), "builds 32 layers", 1),
+    FieldRule("hidden_act", (str,), "takes transformers' default"),
+    FieldRule("rms_norm_eps", (float,), "takes 1e-6"),
+    FieldRule("attention_bias", (bool,), "vLLM adds biases and SGLang does not", False),
+    FieldRule("rope_parameters", (dict,), "rotates with theta 10000, which only lowers acceptance"),
+    FieldRule("rope_theta", (int, float), "older versions rotate with theta 10000"),
+    FieldRule("dtype", (str,), "takes float16"),
+    FieldRule("torch_dtype", (str,), "older versions take float16"),
+)
+
+EAGLE3 = ServingFormat(
+    algorithm="eagle3",
+    vllm_method="eagle3",
+    architectures=("LlamaForCausalLMEagle3",),
+    tensors=(
+        TensorRule("fc.weight", ("hidden_size", "num_aux_hidden_states*target_hidden_size")),
+        TensorRule("midlayer.self_attn.q_proj.weight", ("num_attention_heads*head_dim", "2*hidden_size")),
+        TensorRule("midlayer.self_attn.k_proj.weight", ("num_key_value_heads*head_dim", "2*hidden_size")),
+        TensorRule("midlayer.self_attn.v_proj.weight", ("num_key_value_heads*head_dim", "2*hidden_size")),
+        TensorRule("midlayer.self_attn.o_proj.weight", ("hidden_size", "num_attention_heads*head_dim")),
+        TensorRule("midlayer.mlp.gate_proj.weight", ("intermediate_size", "hidden_size")),
+        TensorRule("midlayer.mlp.up_proj.weight", ("intermediate_size", "hidden_size")),
+        TensorRule("midlayer.mlp.down_proj.weight", ("hidden_size", "intermediate_size")),
+        TensorRule("midlayer.input_layernorm.weight", ("hidden_size",)),
+        TensorRule("midlayer.hidden_norm.weight", ("hidden_size",)),
+        TensorRule("midlayer.post_attention_layernorm.weight", ("hidden_size",)),
+        TensorRule("norm.weight", ("hidden_size",)),
+        TensorRule("lm_head.weight", ("draft_vocab_size", "hidden_size")),
+        # An offset, not an id: target id = j + d2t[j]. Left out with the full vocabulary, where vLLM has no place for it.
+        TensorRule("d2t", ("draft_vocab_size",), dtype="int64", presence="draft_vocab"),
+        TensorRule("t2d", ("vocab_size",), dtype="bool", presence="draft_vocab"),
+        # Both engines take the target's embedding when it is absent and the widths agree.
+        TensorRule("embed_tokens.weight", ("vocab_size", "hidden_size"), presence="optional"),
+    ),
+    engines={
+        "vllm": EngineRow(
+            version="0.32.0",
+            fields=(
+                *EAGLE3_COMMON,
+                FieldRule("norm_before_residual", (bool,), "SGLang cannot do it", False),
+                FieldRule("draft_vocab_size", (int,), "takes vocab_size"),
+            ),
+        ),
+        "sglang": EngineRow(
+            version="0.5.23",
+            fields=(
+                *EAGLE3_COMMON,
+                FieldRule("draft_vocab_size", (int,), "raises AttributeError"),
+                FieldRule("tie_word_embeddings", (bool,), "takes the embedding for the head", False),
+            ),
+        ),
+    },
+)
+
+FORMATS: dict[str, ServingFormat] = {EAGLE3.algorithm: EAGLE3}
+
+
+def serving_format(algorithm: str) -> ServingFormat:
+    """The wire format of an algorithm.
+
+    Raises:
+        ValueError: if the contract has no row for it.
+    """
+    if algorithm not in FORMATS:
+        raise ValueError(f"no serving format for {algorithm!r}; checkpoints/serving.py has rows for {', '.join(FORMATS)}")
+    return FORMATS[algorithm]
+
+
+def format_of_config(config: Mapping[str, Any]) -> ServingFormat:
+    """The wire format that a config.json announces by its `architectures`.
+
+    Raises:
+        ValueError: if no row has these architectures.
+    """
+    found = config.get("architectures")
+    for row in FORMATS.values():
+        if found == list(row.architectures):
+            return row
+    known = " or ".join(json.dumps(list(row.architectures)) for row in FORMATS.values())
+    raise ValueError(f"config.json has architectures {json.dumps(found)}, expected {known}")
+
+
+def default_engine_layers(num_target_layers: int) -> tuple[int, int, int]:
+    """The HF indices that both engines read when config.json names none."""
+    return (2, num_target_layers // 2, num_target_layers - 3)
+
+
+def aux_layer_fields(aux_layers: Sequence[int], num_target_layers: int) -> dict[str, Any]:
+    """The config.json fields that make both engines read these target states.
+
+    An explicit id k is HF hidden_states[k] in vLLM, which reads the top level first, and HF[k+1] in SGLang, which reads only
+    `eagle_config`; so the two lists differ by one. The engines' default layers need no field at all.
+
+    Args:
+        aux_layers: HF `hidden_states` indices, ascending and distinct, each in 1..num_target_layers.
+        num_target_layers: L.
+
+    Raises:
+        ValueError: if the layers are not such a list.
+    """
+    layers = list(aux_layers)
+    if not layers or layers != sorted(set(layers)) or layers[0] < 1 or layers[-1] > num_target_layers:
+        raise ValueError(
+            f"auxiliary layers {layers} of a target with {num_target_layers} layers: expected distinct, ascending ids "
+            f"in 1..{num_target_layers} (the engines sort and deduplicate them)"
+        )
+    if tuple(layers) == default_engine_layers(num_target_layers):
+        return {}
+    fields: dict[str, Any] = {
+        "eagle_aux_hidden_state_layer_ids": layers,
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]},
+    }
+    if len(layers) != 3:
+        fields["num_aux_hidden_states"] = len(layers)
+    return fields
+
+
+def aux_layers_of_config(config: Mapping[str, Any], num_target_layers: int) -> tuple[int, ...]:
+    """The HF indices that vLLM reads for this config.json: the inverse of `aux_layer_fields`."""
+    layers = config.get("eagle_aux_hidden_state_layer_ids")
+    return default_engine_layers(num_target_layers) if layers is None else tuple(layers)
+
+
+def engine_limits(config: Mapping[str, Any], num_target_layers: int) -> dict[str, str]:
+    """Why an engine of the format cannot serve this checkpoint with full acceptance, by engine; empty when all can."""
+    last = aux_layers_of_config(config, num_target_layers)[-1]
+    if "sglang" in format_of_config(config).engines and last == num_target_layers:
+        return {"sglang": f"it captures nothing for the last layer's output (auxiliary layer {last}), silently"}
+    return {}
+
+
+def shape_numbers(config: Mapping[str, Any]) -> dict[str, int]:
+    """The whole numbers of config.json that tensor shapes are made of, with the engines' defaults for absent ones."""
+    numbers = {name: value for name, value in config.items() if type(value) is int}
+    if "hidden_size" in numbers:
+        numbers.setdefault("target_hidden_size", numbers["hidden_size"])
+    numbers.setdefault("num_aux_hidden_states", len(config.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)))
+    return numbers
+
+
+def expected_shape(rule: TensorRule, numbers: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a tensor under these numbers; a missing number is a KeyError, so check the config first."""
+    return tuple(
+        prod(int(factor) if factor.isdigit() else numbers[factor] for factor in product.split("*")) for product in rule.shape
+    )
+
+
+def config_problems(config: Mapping[str, Any]) -> list[str]:
+    """Every way in which a config.json breaks the rows of its format's engines, one line each."""
+    problems: dict[str, None] = {}  # ordered, and a rule that two engines share is told once
+    for engine, row in format_of_config(config).engines.items():
+        for rule in row.fields:
+            if rule.name not in config:
+                problems[f"config.json lacks {rule.name!r}: {engine} {row.version} otherwise {rule.otherwise}"] = None
+                continue
+            found = config[rule.name]
+            # bool is an int in Python, not in JSON.
+            if not isinstance(found, rule.types) or (isinstance(found, bool) and bool not in rule.types):
+                expected = " or ".join(allowed.__name__ for allowed in rule.types)
+                problems[f"config.json has {rule.name} = {json.dumps(found)}, expected a value of type {expected}"] = None
+            elif rule.value is not None and found != rule.value:
+                expected = json.dumps(rule.value)
+                problems[f"config.json has {rule.name} = {json.dumps(found)}, expected {expected} ({rule.otherwise})"] = None
+    if "target_hidden_size" in config and type(config["target_hidden_size"]) is not int:
+        problems["config.json has target_hidden_size that is not a number: leave it out when it equals hidden_size"] = None
+    return list(problems)
+
+
+def vllm_serve_command(algorithm: str, target: str, export_dir: Path | str, draft_length: int) -> str:
+    """The shell command that serves a target with an exported drafter.
+
+    `method` is always written: vLLM would otherwise guess it from the path.
+    """
+    speculative = {
+        "method": serving_format(algorithm).vllm_method,
+        "model": str(export_dir),
+        "num_speculative_tokens": draft_length,
+    }
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"

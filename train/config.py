@@ -180,6 +180,11 @@ class RunConfig:
         return self.features.path or self.run_dir / "features"
 
 
+def under_deepspeed(config: RunConfig, deepspeed_config: Path) -> RunConfig:
+    """The same run with the DeepSpeed engine."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, engine="deepspeed", deepspeed_config=deepspeed_config))
+
+
 def to_json(value: Any) -> Any:
     """A config as plain JSON values (paths as strings)."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

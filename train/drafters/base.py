@@ -16,15 +16,23 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from data.batch import DrafterBatch
 from data.target import TargetHeads
+from data.vocab import DraftVocabulary
 from train.losses import DistillationSums, LossKind, Teacher, distillation_loss
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
     """Base of the per-algorithm configs; each drafter file defines its own."""
+
+    algorithm: ClassVar[str]
+
+    def vocabulary_size(self, target_vocab_size: int) -> int | None:
+        """Size of the draft vocabulary, or None where the drafter covers the target's whole vocabulary."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,19 @@ class Drafter(nn.Module):
     """
 
     config_class: ClassVar[type[DrafterConfig]]
-    algorithm: ClassVar[str]
 
-    def __init__(self, heads: TargetHeads) -> None:
+    @abstractmethod
+    def __init__(self, config: Any, target: PretrainedConfig, heads: TargetHeads, vocabulary: DraftVocabulary | None) -> None:
+        """
+        Args:
+            config: an instance of `config_class`.
+            target: the target's (text) config.
+            heads: the target's frozen embedding, norm and head.
+            vocabulary: the draft vocabulary; None is the whole target vocabulary.
+        """
         super().__init__()
+        self.config = config
+        self.request = self.feature_request_of(config, target)
         # A list hides the object from nn.Module's attribute tracking.
         self._frozen = [heads]
 
@@ -72,9 +89,27 @@ class Drafter(nn.Module):
         """The target's frozen embedding, final norm and head."""
         return self._frozen[0]
 
+    @classmethod
     @abstractmethod
+    def feature_request_of(cls, config: Any, target: PretrainedConfig) -> FeatureRequest:
+        """The target states that a drafter of these settings reads."""
+
+    @classmethod
+    @abstractmethod
+    def from_export(cls, export_config: dict[str, Any], tensors: dict[str, Tensor], target: PretrainedConfig, heads: TargetHeads) -> Drafter:
+        """The drafter that an engine would see in an exported checkpoint: built from its config.json and tensors alone."""
+
+    @abstractmethod
+    def export_tensors(self) -> dict[str, Tensor]:
+        """Everything that the checkpoint holds, by contract name."""
+
+    @abstractmethod
+    def export_dimensions(self) -> dict[str, Any]:
+        """The sizes of the draft block, in config.json's terms."""
+
     def feature_request(self) -> FeatureRequest:
-        """The target states that `forward` reads."""
+        """The target states that this drafter reads."""
+        return self.request
 
     @abstractmethod
     def num_supervised(self, batch: DrafterBatch) -> int:

@@ -16,13 +16,14 @@ Shapes: T packed tokens, K TTT steps, R teacher rows, X = A * H concatenated aux
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from checkpoints.serving import aux_layers_of_config
 from data.batch import DrafterBatch
 from data.target import TargetHeads, default_aux_layers
 from data.vocab import DraftVocabulary
@@ -50,6 +51,8 @@ class Eagle3Config(DrafterConfig):
         intermediate_size: MLP width; None takes the target's.
     """
 
+    algorithm: ClassVar[str] = "eagle3"
+
     aux_layers: tuple[int, ...] | None = None
     draft_vocab_size: int | None = 32000
     ttt_steps: int = 7
@@ -69,6 +72,11 @@ class Eagle3Config(DrafterConfig):
         if self.draft_vocab_size is None and self.outside_vocabulary != "drop":
             raise ValueError("drafter.outside_vocabulary has no effect without a draft vocabulary: set drafter.draft_vocab_size")
 
+    def vocabulary_size(self, target_vocab_size: int) -> int | None:
+        if self.draft_vocab_size is None or self.draft_vocab_size >= target_vocab_size:
+            return None
+        return self.draft_vocab_size
+
 
 class Eagle3Layer(LlamaLayer):
     """The decoder layer whose attention reads the token embedding beside the hidden state, each through its own norm."""
@@ -87,23 +95,13 @@ class Eagle3(Drafter):
     """EAGLE-3 draft head."""
 
     config_class = Eagle3Config
-    algorithm = "eagle3"
 
     def __init__(self, config: Eagle3Config, target: PretrainedConfig, heads: TargetHeads, vocabulary: DraftVocabulary | None) -> None:
-        """
-        Args:
-            config: settings.
-            target: the target's (text) config: layer shape, RoPE, number of layers.
-            heads: the target's frozen embedding, norm and head.
-            vocabulary: the draft vocabulary; None is the whole target vocabulary.
-        """
-        super().__init__(heads)
-        self.config = config
+        super().__init__(config, target, heads, vocabulary)
         self.shape = LayerShape.from_target(target, config.intermediate_size)
-        self.aux_layers = config.aux_layers or default_aux_layers(target.num_hidden_layers)
         hidden_size, vocab_size = self.shape.hidden_size, heads.lm_head_VH.shape[0]
         ids_W = torch.arange(vocab_size) if vocabulary is None else vocabulary.ids_W
-        self.fc = nn.Linear(len(self.aux_layers) * hidden_size, hidden_size, bias=False)
+        self.fc = nn.Linear(len(self.request.aux_layers) * hidden_size, hidden_size, bias=False)
         self.midlayer = Eagle3Layer(self.shape)
         self.norm = LlamaRMSNorm(hidden_size, self.shape.rms_norm_eps)
         self.lm_head = DistillingHead(hidden_size, len(ids_W), bias=False)
@@ -127,11 +125,39 @@ class Eagle3(Drafter):
         self._ids[0] = self._ids[0].to(self.fc.weight.device)
         return self._ids[0]
 
-    def feature_request(self) -> FeatureRequest:
-        return FeatureRequest(aux_layers=self.aux_layers, last=True)
+    @classmethod
+    def feature_request_of(cls, config: Eagle3Config, target: PretrainedConfig) -> FeatureRequest:
+        return FeatureRequest(aux_layers=config.aux_layers or default_aux_layers(target.num_hidden_layers), last=True)
 
     def num_supervised(self, batch: DrafterBatch) -> int:
         return int(batch.supervised(0).sum())
+
+    # --- checkpoint -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_export(cls, export_config: dict[str, Any], tensors: dict[str, Tensor], target: PretrainedConfig, heads: TargetHeads) -> Eagle3:
+        d2t_W = tensors.pop("d2t", None)
+        tensors.pop("t2d", None)
+        vocabulary = None
+        if d2t_W is not None:
+            ids_W = torch.arange(len(d2t_W)) + d2t_W
+            vocabulary = DraftVocabulary(ids=tuple(ids_W.tolist()), target_vocab_size=export_config["vocab_size"], coverage=float("nan"))
+        aux_layers = aux_layers_of_config(export_config, target.num_hidden_layers)
+        config = Eagle3Config(aux_layers=aux_layers, draft_vocab_size=export_config["draft_vocab_size"])
+        # The layer's shape and RoPE come from the checkpoint, as an engine takes them.
+        layer_config = LlamaConfig.from_dict({**export_config, "num_hidden_layers": target.num_hidden_layers})
+        drafter = cls(config, layer_config, heads, vocabulary)
+        drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        return drafter
+
+    def export_tensors(self) -> dict[str, Tensor]:
+        tensors = dict(self.state_dict())
+        if self.vocabulary is not None:
+            tensors |= {"d2t": self.vocabulary.d2t_W, "t2d": self.vocabulary.t2d_V}
+        return tensors
+
+    def export_dimensions(self) -> dict[str, Any]:
+        return self.shape.export_dimensions()
 
     # --- training -------------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,18 @@ class LayerShape:
             rope_parameters=dict(llama.rope_parameters),
         )
 
+    def export_dimensions(self) -> dict[str, Any]:
+        """The sizes in config.json's terms; the activation is SiLU whatever the target's is."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+        }
+
 
 _TARGET_FIELDS = (
     "hidden_size",

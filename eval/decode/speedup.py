@@ -1,0 +1,146 @@
+"""How much faster chain speculation is than plain decoding in the same decoder, and whether it wrote the same tokens.
+
+Place in the flow: the evaluate stage of a run -> `speedup_reference_decoder` in report.json. Every prompt is decoded plainly and
+speculatively in turn (A B A B), so that a machine that gets slower or faster meanwhile slows both; tokens are counted as ids on
+both sides, prefill included in both times.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from data.target import Target
+from eval.acceptance import Acceptance
+from eval.decode.chain import decode_chain
+from eval.decode.plain import DecodeResult, decode_plain, top_two_gap
+from train.drafters.base import Drafter
+
+# Below this gap of the two best logits, a forward over several tokens and one over a single token may round to different
+# argmaxes. Logits of language models reach about 20 to 30, where bfloat16 has a spacing of 0.125 and float16 of 0.016; the
+# rounding of the hidden states adds several such spacings.
+_NEAR_TIE_GAP = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.75}
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """The timed comparison.
+
+    Attributes:
+        ratio: median over prompts and rounds of speculative tokens/s over plain tokens/s.
+        ratio_range: smallest and largest of them.
+        tokens_per_s, tokens_per_s_plain: of all timed calls together.
+        drafting_share: drafting's share of the speculative time.
+        acceptance: the speculative decoder's own counters, each prompt once.
+        num_outputs: prompts compared.
+        num_identical: speculative output equal to plain output, token by token.
+        num_near_ties: outputs that differ first at a near tie of the plain run's two best logits; the others are identical.
+        largest_tie_gap: largest such gap; 0 where there is none.
+    """
+
+    ratio: float
+    ratio_range: tuple[float, float]
+    tokens_per_s: float
+    tokens_per_s_plain: float
+    drafting_share: float
+    acceptance: Acceptance
+    num_outputs: int
+    num_identical: int
+    num_near_ties: int
+    largest_tie_gap: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers that reports carry."""
+        return {
+            "speedup_reference_decoder": self.ratio,
+            "speedup_range": list(self.ratio_range),
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_plain": self.tokens_per_s_plain,
+            "drafting_share": self.drafting_share,
+            "tau": self.acceptance.tau if self.acceptance.num_verifications else None,
+            "num_outputs": self.num_outputs,
+            "num_identical_outputs": self.num_identical,
+            "num_near_ties": self.num_near_ties,
+            "largest_tie_gap": self.largest_tie_gap,
+        }
+
+
+def measure_speedup(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    draft_length: int,
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    num_rounds: int = 2,
+) -> Speedup:
+    """Decodes every prompt plainly and speculatively `num_rounds` times each, alternating, after a warm-up on the first prompt.
+
+    Raises:
+        ValueError: if there is no prompt, or the two outputs of a prompt differ where the target's two best logits are no near
+            tie: then the speculative decoder is not lossless, and its speed means nothing.
+    """
+    if not prompts:
+        raise ValueError("the speed-up is measured on held-out prompts, but there is none")
+    decode_plain(target, prompts[0], max_new_tokens, end_ids)
+    decode_chain(target, drafter, prompts[0], draft_length, max_new_tokens, end_ids)
+    plain: list[DecodeResult] = []
+    chain: list[DecodeResult] = []
+    for prompt in prompts:
+        for _ in range(num_rounds):
+            plain.append(decode_plain(target, prompt, max_new_tokens, end_ids))
+            chain.append(decode_chain(target, drafter, prompt, draft_length, max_new_tokens, end_ids))
+    gaps = [
+        _difference_gap(target, index, prompt, plain[index * num_rounds], chain[index * num_rounds])
+        for index, prompt in enumerate(prompts)
+    ]
+    return _summary(plain, chain, chain[::num_rounds], gaps)
+
+
+def _summary(
+    plain: Sequence[DecodeResult],
+    chain: Sequence[DecodeResult],
+    first_rounds: Sequence[DecodeResult],
+    gaps: Sequence[float | None],
+) -> Speedup:
+    """`plain` and `chain` are the timed calls in the same order; `first_rounds` and `gaps` have one entry a prompt."""
+    ratios = [_rate(fast) / _rate(slow) for fast, slow in zip(chain, plain, strict=True)]
+    chain_s = sum(result.total_s for result in chain)
+    return Speedup(
+        ratio=statistics.median(ratios),
+        ratio_range=(min(ratios), max(ratios)),
+        tokens_per_s=sum(len(result.token_ids) for result in chain) / chain_s,
+        tokens_per_s_plain=sum(len(result.token_ids) for result in plain) / sum(result.total_s for result in plain),
+        drafting_share=sum(result.drafting_s for result in chain) / chain_s,
+        acceptance=sum((result.acceptance for result in first_rounds[1:]), first_rounds[0].acceptance),
+        num_outputs=len(gaps),
+        num_identical=sum(gap is None for gap in gaps),
+        num_near_ties=sum(gap is not None for gap in gaps),
+        largest_tie_gap=max((gap for gap in gaps if gap is not None), default=0.0),
+    )
+
+
+def _rate(result: DecodeResult) -> float:
+    return len(result.token_ids) / result.total_s
+
+
+def _difference_gap(target: Target, index: int, prompt: Sequence[int], plain: DecodeResult, chain: DecodeResult) -> float | None:
+    """The gap of the plain run's two best logits where the outputs first differ; None where they are identical."""
+    if plain.token_ids == chain.token_ids:
+        return None
+    shorter = min(len(plain.token_ids), len(chain.token_ids))
+    differing = (place for place in range(shorter) if plain.token_ids[place] != chain.token_ids[place])
+    place = next(differing, shorter)
+    gap = top_two_gap(target, prompt, plain.token_ids, min(place, len(plain.token_ids) - 1))
+    limit = _NEAR_TIE_GAP[target.model.dtype]
+    if gap > limit:
+        raise ValueError(
+            f"prompt {index}: speculative decoding differs from plain decoding at token {place}, where the target's two best "
+            f"logits are {gap:.4f} apart (a near tie in {target.model.dtype} is at most {limit}): the decoder is not lossless, "
+            "report this as a bug"
+        )
+    return gap

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import eval.decode.speedup as speedup_module
-from data.batch import DrafterBatch, Features, drafter_batch
-from data.target import TargetHeads
+from data.batch import DrafterBatch, drafter_batch
+from data.target import Target, TargetHeads
 from eval.acceptance import Acceptance, Trajectory, chain_acceptance, trajectory_features
 from eval.decode.cache import TargetSession
 from eval.decode.chain import decode_chain, num_leading_equal
@@ -22,22 +22,6 @@ from train.drafters.eagle3 import Eagle3, Eagle3Config
 V, H, L = 64, 32, 6
 AUX_LAYERS = (2, 3, 6)
 PROMPTS = [[5], [1, 2, 3], [7, 7, 20, 3, 9, 11, 40], [63, 0, 12, 12]]
-
-
-class TinyTarget:
-    """A random model behind the two things the decoders and the walk use; its features come from one plain forward a document."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model.eval()
-
-    @torch.no_grad()
-    def features(self, input_ids_T: Tensor, loss_mask_T: Tensor, document_lengths: Any, aux_layers: Any, last: bool) -> Features:
-        outputs = [states(self.model, document) for document in input_ids_T.split(list(document_lengths))]
-        aux_TX = (
-            torch.cat([torch.cat([hidden[layer] for layer in aux_layers], dim=-1) for hidden in outputs]) if aux_layers else None
-        )
-        last_TH = torch.cat([hidden[-1] for hidden in outputs]) if last else None
-        return Features(input_ids_T, loss_mask_T, tuple(document_lengths), aux_TX, last_TH)
 
 
 @torch.no_grad()
@@ -66,18 +50,18 @@ SIZES: dict[str, Any] = {
 }
 
 
-def llama() -> TinyTarget:
+def llama() -> Target:
     torch.manual_seed(0)
-    return TinyTarget(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    return Target(LlamaForCausalLM(LlamaConfig(**SIZES)), tokenizer=None)
 
 
 @pytest.fixture(scope="module")
-def target() -> TinyTarget:
+def target() -> Target:
     return llama()
 
 
 @torch.no_grad()
-def greedy(target: TinyTarget, prompt: list[int], count: int) -> list[int]:
+def greedy(target: Target, prompt: list[int], count: int) -> list[int]:
     """Greedy continuation without any cache: the independent reference."""
     tokens = list(prompt)
     for _ in range(count):
@@ -143,7 +127,7 @@ class BigramDrafter(torch.nn.Module):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_plain_decoding_equals_decoding_without_a_cache(target: TinyTarget, prompt: list[int]) -> None:
+def test_plain_decoding_equals_decoding_without_a_cache(target: Target, prompt: list[int]) -> None:
     result = decode_plain(target, prompt, 20, ())
     assert list(result.token_ids) == greedy(target, prompt, 20)
     assert result.num_verifications == result.num_verified_tokens == 19
@@ -151,7 +135,7 @@ def test_plain_decoding_equals_decoding_without_a_cache(target: TinyTarget, prom
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("draft_length", [1, 4])
-def test_an_oracle_has_tau_of_exactly_k_plus_one(target: TinyTarget, prompt: list[int], draft_length: int) -> None:
+def test_an_oracle_has_tau_of_exactly_k_plus_one(target: Target, prompt: list[int], draft_length: int) -> None:
     reference = greedy(target, prompt, 30)
     result = decode_chain(target, ScriptedDrafter(reference, [draft_length]), prompt, draft_length, 21, ())
     assert list(result.token_ids) == reference[:21]
@@ -161,14 +145,14 @@ def test_an_oracle_has_tau_of_exactly_k_plus_one(target: TinyTarget, prompt: lis
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_drafter_that_is_always_wrong_has_tau_one(target: TinyTarget, prompt: list[int]) -> None:
+def test_a_drafter_that_is_always_wrong_has_tau_one(target: Target, prompt: list[int]) -> None:
     reference = greedy(target, prompt, 30)
     result = decode_chain(target, ScriptedDrafter(reference, [0]), prompt, 4, 20, ())
     assert list(result.token_ids) == reference[:20]
     assert (result.num_verifications, result.accepted_at, result.acceptance.tau) == (19, (0, 0, 0, 0), 1.0)
 
 
-def test_a_scripted_pattern_gives_hand_computed_counts(target: TinyTarget) -> None:
+def test_a_scripted_pattern_gives_hand_computed_counts(target: Target) -> None:
     reference = greedy(target, PROMPTS[2], 30)
     # Accepting 2, 0, 3, 2, 0, 3 ... emits 3, 1, 4, 3, 1, 4 ...: after the prefill's token 1, 4, 5, 9, 12, 13, 17 tokens; 15 are
     # asked for.
@@ -182,14 +166,14 @@ def test_a_scripted_pattern_gives_hand_computed_counts(target: TinyTarget) -> No
 
 
 @pytest.mark.parametrize("right", [[0], [1, 0], [4]])
-def test_the_answer_ends_with_its_end_token_however_many_were_accepted_past_it(target: TinyTarget, right: list[int]) -> None:
+def test_the_answer_ends_with_its_end_token_however_many_were_accepted_past_it(target: Target, right: list[int]) -> None:
     reference = greedy(target, PROMPTS[1], 40)
     place = next(index for index in range(3, 40) if reference[index] not in reference[:index])
     chain = decode_chain(target, ScriptedDrafter(reference, right), PROMPTS[1], 4, 35, {reference[place]})
     assert chain.token_ids == decode_plain(target, PROMPTS[1], 35, {reference[place]}).token_ids == tuple(reference[: place + 1])
 
 
-def test_one_token_answers_take_no_verification(target: TinyTarget) -> None:
+def test_one_token_answers_take_no_verification(target: Target) -> None:
     first = greedy(target, PROMPTS[1], 1)
     for result in (
         decode_chain(target, ScriptedDrafter([], [0]), PROMPTS[1], 4, 1, ()),
@@ -209,7 +193,7 @@ def test_leading_agreement_stops_at_the_first_difference() -> None:
 
 
 @pytest.mark.parametrize("right", [[0], [4], [2, 0, 3, 1]])
-def test_the_drafter_gets_the_target_states_of_every_verified_position_once(target: TinyTarget, right: list[int]) -> None:
+def test_the_drafter_gets_the_target_states_of_every_verified_position_once(target: Target, right: list[int]) -> None:
     prompt = PROMPTS[2]
     reference = greedy(target, prompt, 30)
     drafter = ScriptedDrafter(reference, right, FeatureRequest(AUX_LAYERS, last=True))
@@ -224,7 +208,7 @@ def test_the_drafter_gets_the_target_states_of_every_verified_position_once(targ
     torch.testing.assert_close(torch.cat(drafter.last), expected[-1], rtol=1e-4, atol=1e-4)
 
 
-def test_hooks_are_removed_and_nothing_is_captured_without_a_request(target: TinyTarget) -> None:
+def test_hooks_are_removed_and_nothing_is_captured_without_a_request(target: Target) -> None:
     def num_hooks() -> int:
         return sum(len(module._forward_hooks) for module in target.model.modules())
 
@@ -235,7 +219,7 @@ def test_hooks_are_removed_and_nothing_is_captured_without_a_request(target: Tin
     assert step.aux_nX is None and step.last_nH is None and step.logits_kV.shape == (2, V)
 
 
-def test_a_rolled_back_cache_goes_on_as_if_the_tokens_had_never_been_there(target: TinyTarget) -> None:
+def test_a_rolled_back_cache_goes_on_as_if_the_tokens_had_never_been_there(target: Target) -> None:
     session = TargetSession(target)
     session.forward([1, 2, 3], 1)
     session.forward([9, 9, 9, 9], 4)
@@ -247,7 +231,7 @@ def test_a_rolled_back_cache_goes_on_as_if_the_tokens_had_never_been_there(targe
 
 def test_sliding_window_targets_roll_back_too() -> None:
     torch.manual_seed(1)
-    target = TinyTarget(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)))
+    target = Target(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)), tokenizer=None)
     reference = greedy(target, PROMPTS[2], 30)
     for right in ([0], [1, 3, 0]):
         assert list(decode_chain(target, ScriptedDrafter(reference, right), PROMPTS[2], 3, 24, ()).token_ids) == reference[:24]
@@ -256,7 +240,7 @@ def test_sliding_window_targets_roll_back_too() -> None:
 # --- the walk predicts the decoder's counters -------------------------------------------------------------------------
 
 
-def walked_and_counted(target: TinyTarget, drafter: Any, end_ids: tuple[int, ...]) -> tuple[Acceptance, Acceptance]:
+def walked_and_counted(target: Target, drafter: Any, end_ids: tuple[int, ...]) -> tuple[Acceptance, Acceptance]:
     """Acceptance by the teacher-forced walk and by the decoder's own counters, over the same prompts."""
     draft_length, trajectories, counted = 3, [], []
     for prompt in PROMPTS:
@@ -271,7 +255,7 @@ def walked_and_counted(target: TinyTarget, drafter: Any, end_ids: tuple[int, ...
 
 
 @pytest.mark.parametrize("has_end_token", [False, True])
-def test_walk_equals_decoder_counters_for_a_bigram_drafter(target: TinyTarget, has_end_token: bool) -> None:
+def test_walk_equals_decoder_counters_for_a_bigram_drafter(target: Target, has_end_token: bool) -> None:
     table = torch.zeros(V, dtype=torch.long)
     for prompt in PROMPTS:  # Right for each token's latest successor.
         tokens = greedy(target, prompt, 44)
@@ -282,7 +266,7 @@ def test_walk_equals_decoder_counters_for_a_bigram_drafter(target: TinyTarget, h
     assert 1.1 < walked.tau < 3.9, "the table should be right at times and wrong at times"
 
 
-def learn_by_heart(target: TinyTarget, drafter: Eagle3, continuations: list[list[int]]) -> None:
+def learn_by_heart(target: Target, drafter: Eagle3, continuations: list[list[int]]) -> None:
     """A few optimizer steps on the first part of what the prompts will be answered with."""
     trajectories = [Trajectory(tuple(prompt), tuple(rest), ()) for prompt, rest in zip(PROMPTS, continuations, strict=True)]
     packs = trajectory_features(target, trajectories, drafter.feature_request(), pack_tokens=1000)
@@ -294,7 +278,7 @@ def learn_by_heart(target: TinyTarget, drafter: Eagle3, continuations: list[list
         optimizer.step()
 
 
-def test_walk_equals_decoder_counters_for_an_eagle3_drafter(target: TinyTarget) -> None:
+def test_walk_equals_decoder_counters_for_an_eagle3_drafter(target: Target) -> None:
     model = target.model
     heads = TargetHeads(
         model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach(), model.model.norm.weight.detach(), 1e-6
@@ -311,7 +295,7 @@ def test_walk_equals_decoder_counters_for_an_eagle3_drafter(target: TinyTarget) 
 
 
 def test_speedup_alternates_after_a_warm_up_and_counts_tokens_on_both_sides(
-    target: TinyTarget, monkeypatch: pytest.MonkeyPatch
+    target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
 
@@ -336,7 +320,7 @@ def test_speedup_alternates_after_a_warm_up_and_counts_tokens_on_both_sides(
     assert (result.acceptance.num_prompts, result.acceptance.tau) == (2, 2.0)
 
 
-def test_speedup_of_the_real_decoders_compares_equal_outputs(target: TinyTarget) -> None:
+def test_speedup_of_the_real_decoders_compares_equal_outputs(target: Target) -> None:
     drafter = BigramDrafter(torch.zeros(V, dtype=torch.long))
     result = measure_speedup(target, drafter, PROMPTS[:2], 2, 8, (), num_rounds=1)
     assert (result.num_outputs, result.num_identical) == (2, 2)
@@ -352,7 +336,7 @@ def decode_with_one_wrong_token(
     return DecodeResult(tokens, 5, (1, 0), 6, 1.0, 0.0, 0.0, 1.0)
 
 
-def test_a_decoder_that_is_not_lossless_is_an_error(target: TinyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_is_not_lossless_is_an_error(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speedup_module, "decode_chain", decode_with_one_wrong_token)
     with pytest.raises(ValueError, match=r"prompt 0: .* differs from plain decoding at token 3"):
         measure_speedup(target, ScriptedDrafter([], [0]), [PROMPTS[1]], 2, 8, ())
@@ -368,7 +352,7 @@ def test_a_difference_at_a_near_tie_is_counted_apart(monkeypatch: pytest.MonkeyP
     assert result.largest_tie_gap < 1e-5
 
 
-def test_top_two_gap_is_that_of_the_step_which_chose_the_token(target: TinyTarget) -> None:
+def test_top_two_gap_is_that_of_the_step_which_chose_the_token(target: Target) -> None:
     answer = greedy(target, PROMPTS[1], 5)
     for index in (0, 3):
         logits = target.model(torch.tensor([PROMPTS[1] + answer[:index]])).logits[0, -1]

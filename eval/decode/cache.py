@@ -42,8 +42,8 @@ class TargetSession:
     """The target's cache for one sequence (batch 1)."""
 
     def __init__(self, target: Target, request: FeatureRequest = NOTHING) -> None:
-        self._model: Any = target.model
-        self._base: Any = target.model.base_model
+        self._target = target
+        self._base: Any = target.model.get_decoder()
         self._request = request
         # Without a config every layer keeps all positions, sliding-window layers too: those could not be rolled back.
         self._cache = DynamicCache()
@@ -53,23 +53,21 @@ class TargetSession:
         """Positions in the cache."""
         return self._cache.get_seq_length()
 
-    @property
-    def device(self) -> torch.device:
-        return self._model.device
-
     @torch.no_grad()
     def forward(self, token_ids: Sequence[int], num_logits: int) -> StepOutput:
         """Appends tokens and returns the target's logits at the last `num_logits` of them, with the requested states of all."""
         captured: dict[int, Tensor] = {}
-        hooks = [self._module_of(layer).register_forward_hook(_keep(captured, layer)) for layer in self._request.aux_layers]
+        layers = self._target.layers
+        # HF hidden_states[k] is the output of the k-th layer; k = L is taken before the final norm, as engines do.
+        hooks = [layers[layer - 1].register_forward_hook(_keep(captured, layer)) for layer in self._request.aux_layers]
         try:
-            ids_1n = torch.tensor([list(token_ids)], device=self.device)
+            ids_1n = torch.tensor([list(token_ids)], device=self._target.device)
             last_nH = self._base(input_ids=ids_1n, cache=self._cache, use_cache=True).last_hidden_state[0]
         finally:
             for hook in hooks:
                 hook.remove()
         return StepOutput(
-            logits_kV=self._model.get_output_embeddings()(last_nH[-num_logits:]),
+            logits_kV=self._target.logits(last_nH[-num_logits:]),
             aux_nX=torch.cat([captured[layer] for layer in self._request.aux_layers], dim=-1) if captured else None,
             last_nH=last_nH if self._request.last else None,
         )
@@ -79,10 +77,6 @@ class TargetSession:
         surplus = self.num_tokens - num_tokens
         assert surplus >= 0, f"the cache holds {self.num_tokens} positions and cannot be rolled back to {num_tokens}"
         self._cache.crop(-surplus)
-
-    def _module_of(self, layer: int) -> nn.Module:
-        """The module whose output is HF hidden_states[layer], for layer = L before the final norm."""
-        return self._base.embed_tokens if layer == 0 else self._base.layers[layer - 1]
 
 
 def _keep(captured: dict[int, Tensor], layer: int) -> Callable[[nn.Module, Any, Any], None]:

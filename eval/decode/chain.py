@@ -48,7 +48,7 @@ def decode_chain(
     following, accepted_counts = [*prompt_ids[1:], tokens[0]], []
     prefill_s = timer.lap()
     while not _is_finished(tokens, max_new_tokens, end_ids):
-        next_ids = torch.tensor(following, device=session.device)
+        next_ids = torch.tensor(following, device=target.device)
         drafts = drafter.propose(state, step.aux_nX, step.last_nH, next_ids, draft_length).tolist()
         drafting_s += timer.lap()
         num_known = session.num_tokens + 1

@@ -136,11 +136,11 @@ def _difference_gap(target: Target, index: int, prompt: Sequence[int], plain: De
     differing = (place for place in range(shorter) if plain.token_ids[place] != chain.token_ids[place])
     place = next(differing, shorter)
     gap = top_two_gap(target, prompt, plain.token_ids, min(place, len(plain.token_ids) - 1))
-    limit = _NEAR_TIE_GAP[target.model.dtype]
+    limit = _NEAR_TIE_GAP[target.dtype]
     if gap > limit:
         raise ValueError(
             f"prompt {index}: speculative decoding differs from plain decoding at token {place}, where the target's two best "
-            f"logits are {gap:.4f} apart (a near tie in {target.model.dtype} is at most {limit}): the decoder is not lossless, "
+            f"logits are {gap:.4f} apart (a near tie in {target.dtype} is at most {limit}): the decoder is not lossless, "
             "report this as a bug"
         )
     return gap

@@ -27,7 +27,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from checkpoints.export import validate_export
 from checkpoints.serving import FORMATS, format_of_config
@@ -163,13 +163,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def stop_token_ids(target: str, revision: str | None) -> list[int]:
-    """The tokens that end an answer: those of generation_config.json where there is one, else config.json's."""
+    """The tokens that end an answer, as for `Target`: the generation config's (else the config's) and the tokenizer's own."""
     commit = revision or "main"
     try:
         eos = GenerationConfig.from_pretrained(target, revision=commit).eos_token_id
     except OSError:  # no such file
         eos = AutoConfig.from_pretrained(target, revision=commit).get_text_config().eos_token_id
-    return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
+    configured = eos if isinstance(eos, (list, tuple)) else [eos]
+    tokenizer = AutoTokenizer.from_pretrained(target, revision=commit)
+    return sorted({token for token in [*configured, tokenizer.eos_token_id] if token is not None})
 
 
 def engine_python() -> Path:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from checkpoints.export import DraftDimensions, export_drafter
 from checkpoints.provenance import Provenance
@@ -20,7 +22,8 @@ from eval.serve import VLLM_VERSION, main
 from eval.vllm_worker import subtract
 
 V, W, H, HEADS, HEAD_DIM, INNER, LAYERS = 128, 96, 64, 2, 32, 96, 8
-FIRST_DRAFTED, STOP, NUM_DRAFTS, MAX_TOKENS = 16, 5, 3, 24
+FIRST_DRAFTED, NUM_DRAFTS, MAX_TOKENS = 16, 3, 24
+STOP, ALSO_STOPS = 5, 7  # the config's end token, and the tokenizer's
 
 
 class TableModel:
@@ -85,7 +88,7 @@ class TableModel:
 
     def answer(self, prompt: list[int]) -> list[int]:
         tokens = [int(self.next_token[prompt[-1]])]
-        while tokens[-1] != STOP and len(tokens) < MAX_TOKENS:
+        while tokens[-1] not in (STOP, ALSO_STOPS) and len(tokens) < MAX_TOKENS:
             tokens.append(int(self.next_token[tokens[-1]]))
         return tokens
 
@@ -116,6 +119,8 @@ def table_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = TableModel()
     target = model.target()
     target.save_pretrained(run / "target")
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(V)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{ALSO_STOPS}").save_pretrained(run / "target")
     export_drafter(
         model.drafter(),
         algorithm="eagle3",
@@ -225,7 +230,7 @@ def test_both_runs_get_the_same_greedy_job(table_run, fake_engine, tmp_path):
     assert drafted["speculative"]["method"] == "eagle3"
     assert drafted["speculative"]["num_speculative_tokens"] == NUM_DRAFTS
     assert plain["reference_outputs"] is not None
-    assert drafted["stop_token_ids"] == [STOP]
+    assert drafted["stop_token_ids"] == [STOP, ALSO_STOPS]
     assert drafted["max_tokens"] == MAX_TOKENS
     different = {name for name in plain if plain[name] != drafted[name]}
     assert different == {"speculative", "reference_outputs"}

@@ -43,6 +43,25 @@ class Provenance:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What the training took.
+
+    Attributes:
+        train_seconds: wall time of the training stage.
+        total_seconds: wall time of all stages, those of earlier starts included.
+        num_train_tokens: tokens that the drafter was trained on, repeats counted.
+        num_steps: optimizer steps.
+        best_step: the step whose weights were exported.
+    """
+
+    train_seconds: float
+    total_seconds: float
+    num_train_tokens: int
+    num_steps: int
+    best_step: int
+
+
 def collect_provenance(target: str, target_fingerprint: str, run_config: Mapping[str, Any]) -> Provenance:
     """Provenance of a checkpoint that this process is about to write.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from data.heldout import EvalConfig
 from data.prepare import DataConfig
 from data.target import TargetConfig
 from train.drafters.base import DrafterConfig
@@ -101,29 +102,6 @@ class TrainConfig:
     @property
     def packs_per_step(self) -> int:
         return self.batch_tokens // self.pack_tokens
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """What acceptance is measured on: held-out prompts, answered greedily by the target.
-
-    Attributes:
-        num_prompts: prompts of the final report.
-        num_selection_prompts: further prompts that choose the best step; the report never sees them.
-        max_prompt_tokens: longer held-out prompts are passed over.
-        max_new_tokens: longest answer.
-        draft_length: drafts of a chain.
-        num_speedup_prompts: prompts of the timed comparison of the reference decoder with plain decoding.
-        dtype: of the target while it is measured. float32 makes acceptance exactly comparable with an engine in float32.
-    """
-
-    num_prompts: int = 80
-    num_selection_prompts: int = 40
-    max_prompt_tokens: int = 1024
-    max_new_tokens: int = 128
-    draft_length: int = 4
-    num_speedup_prompts: int = 8
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ interrupted run stopped. Every process of a launch runs this file; rank 0 does w
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -30,7 +29,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from checkpoints.export import DraftDimensions, export_drafter
-from checkpoints.provenance import collect_provenance
+from checkpoints.provenance import TrainingFacts, collect_provenance
 from checkpoints.resume import (
     begin_checkpoint,
     commit_checkpoint,
@@ -43,11 +42,12 @@ from checkpoints.resume import (
 )
 from data.batch import Features, drafter_batch
 from data.extract import extract
+from data.heldout import EvalConfig
 from data.loader import PackPlan, check_divisible, load_steps
 from data.prepare import prepare
 from data.regenerate import regenerate
 from data.shards import FeatureStore
-from data.target import Target, TargetHeads, load_target_heads, load_tokenizer, target_fingerprint, target_hf_config
+from data.target import Target, TargetConfig, TargetHeads, load_target_heads, load_tokenizer, target_fingerprint, target_hf_config
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
 from train.config import RunConfig, save_config, to_json
 from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
@@ -69,19 +69,29 @@ class Acceptance(Protocol):
 class Evaluator(Protocol):
     """The measuring side, handed in by the recipe: training does not depend on eval/."""
 
-    def answer(self, config: RunConfig, device: torch.device, heldout: Dataset, request: FeatureRequest) -> None:
+    def answer(
+        self, run_dir: Path, target: TargetConfig, settings: EvalConfig, device: torch.device, heldout: Dataset, request: FeatureRequest
+    ) -> None:
         """Lets the target answer the held-out prompts and stores answers and their hidden states under <run>/answers."""
 
-    def heldout(self, config: RunConfig, device: torch.device) -> Callable[[Drafter], Acceptance]:
-        """A function that measures a drafter on the selection prompts."""
+    def heldout(self, run_dir: Path, settings: EvalConfig, device: torch.device) -> Callable[[Drafter], Acceptance]:
+        """A function that measures a drafter on the prompts that choose the best step."""
 
-    def report(self, config: RunConfig, device: torch.device, untrained: Drafter, seconds: dict[str, float], num_train_tokens: int) -> None:
+    def report(
+        self,
+        run_dir: Path,
+        target: TargetConfig,
+        settings: EvalConfig,
+        device: torch.device,
+        dataset: tuple[str, ...],
+        untrained: Drafter,
+        training: TrainingFacts,
+    ) -> None:
         """Measures the exported checkpoint and writes report.json and training.png."""
 
 
 def run(config: RunConfig, evaluator: Evaluator) -> None:
     """Runs every stage that is missing or stale."""
-    started = time.monotonic()
     processes = Processes(config.train.engine)
     try:
         stages = Run(config, evaluator, processes)
@@ -91,7 +101,7 @@ def run(config: RunConfig, evaluator: Evaluator) -> None:
         stages.extract()
         stages.train()
         stages.export()
-        stages.evaluate(started)
+        stages.evaluate()
     finally:
         processes.close()
 
@@ -137,7 +147,11 @@ class Run:
         settings = to_json(self.config.eval)
         inputs = {name: settings[name] for name in ("num_prompts", "num_selection_prompts", "max_prompt_tokens", "max_new_tokens", "dtype")}
         self.answer_stage = Stage("answer", {"prepare": self.prepare_stage.fingerprint, "request": to_json(self.request), **inputs})
-        self._once(self.answer_stage, lambda: self.evaluator.answer(self.config, self.processes.device, self._split("heldout"), self.request))
+        config, device = self.config, self.processes.device
+        self._once(
+            self.answer_stage,
+            lambda: self.evaluator.answer(self.run_dir, config.target, config.eval, device, self._prepared("heldout"), self.request),
+        )
 
     def regenerate(self) -> None:
         """The train prompts, answered by the target, where the recipe asks for it."""
@@ -365,14 +379,22 @@ class Run:
 
         self._once(self.export_stage, work)
 
-    def evaluate(self, started: float) -> None:
+    def evaluate(self) -> None:
         """Acceptance and speed of the exported checkpoint."""
+        started = time.monotonic()
         stage = Stage("evaluate", {"export": self.export_stage.fingerprint, "eval": to_json(self.config.eval)})
 
         def work() -> None:
-            seconds = {"train": self.records.seconds("train"), "total": time.monotonic() - started}
-            num_train_tokens = sum(json.loads(line).get("num_tokens", 0) for line in (self.run_dir / "metrics.jsonl").open())
-            self.evaluator.report(self.config, self.processes.device, self.build_drafter(), seconds, num_train_tokens)
+            steps = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+            facts = TrainingFacts(
+                train_seconds=self.records.seconds("train"),
+                total_seconds=self.records.total_seconds() + time.monotonic() - started,
+                num_train_tokens=sum(step["num_tokens"] for step in steps if step["event"] == "train"),
+                num_steps=sum(step["event"] == "train" for step in steps),
+                best_step=json.loads((self.run_dir / "best.json").read_text())["step"],
+            )
+            config, device = self.config, self.processes.device
+            self.evaluator.report(self.run_dir, config.target, config.eval, device, config.data.sources, self.build_drafter(), facts)
 
         self._once(stage, work)
 
@@ -414,9 +436,6 @@ class Run:
     def _prepared(self, name: str) -> Dataset:
         return load_from_disk(str(self.run_dir / "data"))[name]
 
-    def _split(self, name: str) -> Dataset:
-        return self._prepared(name)
-
     def _samples(self) -> Dataset:
         """The documents to train on."""
         loaded = load_from_disk(str(self.samples_dir))
@@ -430,7 +449,7 @@ class BestStep:
         self._run_dir = stages.run_dir
         self._log = log
         self._drafter = stages.build_drafter().to(stages.processes.device)
-        self._measure = stages.evaluator.heldout(stages.config, stages.processes.device)
+        self._measure = stages.evaluator.heldout(stages.run_dir, stages.config.eval, stages.processes.device)
         path = self._run_dir / "best.json"
         self._best: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"step": -1, "tau": 0.0}
 

@@ -71,6 +71,10 @@ class StageRecords:
         path = self._folder / f"{name}.json"
         return float(json.loads(path.read_text())["seconds"]) if path.exists() else 0.0
 
+    def total_seconds(self) -> float:
+        """Time of all finished stages together."""
+        return sum(self.seconds(path.stem) for path in self._folder.glob("*.json"))
+
 
 def source_identity(source: str, installed_version: Callable[[str], str]) -> dict[str, Any]:
     """What tells one state of a data source from another: size and time of local files, version of a package, name of a Hub id."""

@@ -1,0 +1,161 @@
+"""The measuring side of a run: answers to the held-out prompts, acceptance while training, and the report on the export.
+
+Place in the flow: a recipe hands `Evaluation` to train/run.py. What is reported is measured on the *exported* checkpoint, read back as an engine reads
+it, and on the very trajectories that `eval.serve` sends to the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from checkpoints.export import read_export
+from data.batch import Features
+from data.generate import generate_greedy
+from data.heldout import EvalConfig, choose_prompts
+from data.target import Target, TargetConfig, load_target_heads, target_hf_config
+from eval.acceptance import (
+    Acceptance,
+    Trajectory,
+    TrajectoryPack,
+    TrajectorySpan,
+    chain_acceptance,
+    count_near_ties,
+    read_trajectories,
+    trajectory_features,
+    write_trajectories,
+)
+from eval.decode.speedup import measure_speedup
+from eval.report import MeasuredOn, TrainingFacts, build_report, plot_training, print_report, write_report
+from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
+
+_PACK_TOKENS = 4096
+# Longest chain that can be measured later without answering again, plus one.
+_EXTRA_TOKENS = 16
+
+
+class Evaluation:
+    """What train/run.py calls between its own stages; stateless, everything lies in the run's folder."""
+
+    def answer(
+        self, run_dir: Path, target: TargetConfig, settings: EvalConfig, device: torch.device, heldout: Dataset, request: FeatureRequest
+    ) -> None:
+        """Answers the held-out prompts greedily and stores the answers and their states under <run>/answers."""
+        folder = run_dir / "answers"
+        folder.mkdir(exist_ok=True)
+        prompts = choose_prompts(heldout, settings)
+        measured = Target.load(measured_target(target, settings, device), device)
+        generated = generate_greedy(measured, prompts.report + prompts.selection, settings.max_new_tokens, _EXTRA_TOKENS)
+        trajectories = [
+            Trajectory(tuple(prompt), tuple(answer.answer_ids), tuple(answer.extra_ids))
+            for prompt, answer in zip(prompts.report + prompts.selection, generated, strict=True)
+        ]
+        wanted = FeatureRequest(aux_layers=request.aux_layers, last=True)
+        for name, part in (("answers", trajectories[: len(prompts.report)]), ("selection", trajectories[len(prompts.report) :])):
+            write_packs(folder / f"{name}.safetensors", trajectory_features(measured, part, wanted, _PACK_TOKENS))
+            write_trajectories(folder / f"{name}.jsonl", part)
+
+    def heldout(self, run_dir: Path, settings: EvalConfig, device: torch.device) -> Callable[[Drafter], Acceptance]:
+        """A function that measures a drafter on the selection prompts."""
+        packs = [pack.to(device) for pack in read_packs(run_dir / "answers" / "selection.safetensors")]
+        return partial(chain_acceptance, packs=packs, draft_length=settings.draft_length)
+
+    def report(
+        self,
+        run_dir: Path,
+        target: TargetConfig,
+        settings: EvalConfig,
+        device: torch.device,
+        dataset: tuple[str, ...],
+        untrained: Drafter,
+        training: TrainingFacts,
+    ) -> None:
+        """Measures the exported checkpoint and the untrained drafter; writes report.json and training.png; prints the summary."""
+        measured_config = measured_target(target, settings, device)
+        measured = Target.load(measured_config, device)
+        drafter = exported_drafter(run_dir / "export", measured_config, device)
+        packs = read_packs(run_dir / "answers" / "answers.safetensors")
+        trajectories = read_trajectories(run_dir / "answers" / "answers.jsonl")
+        prompts = [trajectory.prompt_ids for trajectory in trajectories[: settings.num_speedup_prompts]]
+        report = build_report(
+            trained=chain_acceptance(drafter, packs, settings.draft_length),
+            untrained=chain_acceptance(untrained.to(device), packs, settings.draft_length),
+            speedup=measure_speedup(measured, drafter, prompts, settings.draft_length, settings.max_new_tokens, measured.end_ids, num_rounds=1),
+            near_ties=count_near_ties(packs, drafter.heads.lm_head_VH.cpu()),
+            training=training,
+            measured_on=MeasuredOn(
+                algorithm=drafter.config.algorithm,
+                target=target.model,
+                dataset=dataset,
+                dtype=str(drafter.heads.lm_head_VH.dtype).removeprefix("torch."),
+                device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+            ),
+            export_dir=run_dir / "export",
+        )
+        write_report(report, run_dir / "report.json")
+        plot_training(run_dir / "metrics.jsonl", run_dir / "training.png", f"{run_dir.name}: {target.model}")
+        print_report(report, files=[run_dir / "report.json", run_dir / "training.png", run_dir / "export"])
+
+
+def measured_target(target: TargetConfig, settings: EvalConfig, device: torch.device) -> TargetConfig:
+    """The target in the dtype that acceptance is measured in."""
+    if settings.dtype == "auto":
+        return replace(target, dtype="float32") if device.type == "cpu" else target
+    return replace(target, dtype=settings.dtype)
+
+
+def exported_drafter(export_dir: Path, target: TargetConfig, device: torch.device) -> Drafter:
+    """The drafter of a checkpoint, as an engine would read it, in the target's dtype.
+
+    Raises:
+        ValueError: if the checkpoint breaks the serving contract.
+    """
+    export_config, tensors = read_export(export_dir)
+    provenance = json.loads((export_dir / "headstart.json").read_text())
+    target_config: PretrainedConfig = target_hf_config(target)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": target_config.dtype or torch.bfloat16}[target.dtype]
+    heads = load_target_heads(target, device, dtype)
+    drafter = load_drafter_class(provenance["algorithm"]).from_export(export_config, tensors, target_config, heads)
+    return drafter.to(device=device, dtype=dtype).eval()
+
+
+def write_packs(path: Path, packs: list[TrajectoryPack]) -> None:
+    """Stores packed trajectory states: tensors as safetensors, spans in its metadata."""
+    tensors: dict[str, Tensor] = {}
+    for index, pack in enumerate(packs):
+        features = pack.features
+        tensors[f"{index}.input_ids"] = features.input_ids_T.cpu()
+        tensors[f"{index}.loss_mask"] = features.loss_mask_T.cpu()
+        tensors[f"{index}.document_lengths"] = torch.tensor(features.document_lengths)
+        tensors[f"{index}.spans"] = torch.tensor([list(asdict(span).values()) for span in pack.spans])
+        for name, tensor in (("aux", features.aux_TX), ("last", features.last_TH)):
+            if tensor is not None:
+                tensors[f"{index}.{name}"] = tensor.cpu().contiguous()
+    temporary = path.with_suffix(".partial")
+    save_file(tensors, temporary)
+    temporary.replace(path)
+
+
+def read_packs(path: Path) -> list[TrajectoryPack]:
+    """Reads what `write_packs` wrote."""
+    tensors = load_file(path)
+    packs = []
+    for index in range(sum(name.endswith(".spans") for name in tensors)):
+        features = Features(
+            input_ids_T=tensors[f"{index}.input_ids"],
+            loss_mask_T=tensors[f"{index}.loss_mask"],
+            document_lengths=tuple(tensors[f"{index}.document_lengths"].tolist()),
+            aux_TX=tensors.get(f"{index}.aux"),
+            last_TH=tensors.get(f"{index}.last"),
+        )
+        packs.append(TrajectoryPack(features, tuple(TrajectorySpan(*span) for span in tensors[f"{index}.spans"].tolist())))
+    return packs

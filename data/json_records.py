@@ -157,7 +157,7 @@ def _layout(reader: TextReader) -> Literal["values", "lines"] | None:
     if reader.window[reader.position] == "[":
         # JSON Lines with a broken first line may begin so too; its records are then read as values one after the other.
         return "values"
-    value, _, end = _decode_value(reader)
+    value, problem, end = _decode_value(reader)
     window, start = reader.window, reader.position
     if end and isinstance(value, dict):
         is_alone = not window[end:].split("\n", 1)[0].strip()
@@ -165,7 +165,8 @@ def _layout(reader: TextReader) -> Literal["values", "lines"] | None:
     lines = window[start:].split("\n", _PROBE_LINES)[:_PROBE_LINES]
     if any(isinstance(_parse_line(line)[0], dict) for line in lines):
         return "lines"
-    if _find_record(window, start + 1) is not None:
+    is_cut_off = window[start] == "{" and not end and not problem
+    if is_cut_off or _find_record(window, start + 1) is not None:
         return "values"
     return "lines" if window[start] == "{" else None
 

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -43,6 +44,8 @@ _SCHEMA = pa.schema(
 _BATCH_CONVERSATIONS = 128
 _SMALL_BATCHES = 8  # so few batches are done sooner here than by processes that must first start
 _PARTS = re.compile(r"(.+)_\d+")
+_PROGRESS_S = 10.0
+_SHARD_BYTES = 500_000_000
 _PERCENTILES = (5, 25, 50, 75, 90, 95, 99, 100)
 
 
@@ -111,7 +114,9 @@ def prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, output_dir: 
         splits = _split(samples, config)
         report.tokens = _statistics(splits, lengths, config)
         report.check()
-        splits.save_to_disk(str(temporary / "splits"))
+        # Counted here because `datasets` writes an empty split to no file at all and then cannot load it.
+        num_shards = {name: 1 + 4 * split.num_tokens // _SHARD_BYTES for name, split in report.tokens.splits.items()}
+        splits.save_to_disk(str(temporary / "splits"), num_shards=num_shards)
         _replace(temporary / "splits", output_dir, temporary / "old")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -152,6 +157,7 @@ def _write_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, repor
     conversations = itertools.islice(read, config.max_conversations)
     lengths: list[int] = []
     first_error: dict[str, str] = {}
+    last_said = time.monotonic()
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:
         for batch in _tokenized(conversations, tokenizer, config):
             samples = []
@@ -167,6 +173,9 @@ def _write_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, repor
                 if sample.num_lost_tokens:
                     report.change("truncated", sample.conversation_id)
             writer.write_batch(_record_batch(samples))
+            if time.monotonic() - last_said > _PROGRESS_S:
+                last_said = time.monotonic()
+                print(f"{report.num_read:,} records read, {len(lengths):,} samples written", flush=True)
     report.check()
     if not lengths:
         raise DataError(

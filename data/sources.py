@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import json
 import os
 import re
 import zlib
@@ -222,23 +223,27 @@ def _read_parquet(path: Path, name: str) -> Iterator[Record | Damage]:
 
 def _read_saved_dataset(folder: Path, split: str) -> Iterator[Record | Damage | Note]:
     """Rows of one split of what `datasets.save_to_disk` wrote."""
-    from datasets import Dataset, DatasetDict, load_from_disk
+    from datasets import Dataset
 
     name = printable(folder.name)
     try:
-        loaded = load_from_disk(str(folder))
+        splits = (
+            json.loads((folder / "dataset_dict.json").read_text())["splits"] if (folder / "dataset_dict.json").is_file() else []
+        )
+        wanted = split or ("train" if splits else "")
+        if splits and wanted not in splits:
+            raise DataError(f"{folder} has the splits {', '.join(map(str, splits))}, not {wanted!r}: name one as {folder}:SPLIT")
+        if wanted and not splits:
+            raise DataError(f"{folder} holds one dataset without splits, but the source asks for the split {wanted!r}")
+        # Only this split: `datasets` fails to load a set of which another split is empty.
+        loaded = Dataset.load_from_disk(str(folder / wanted))
+    except DataError:
+        raise
     except Exception as error:
         # `datasets` raises whatever its JSON, Arrow and file layers raise.
         raise DataError(f"{folder} cannot be read as a saved dataset: {_one_line(error)}") from error
-    if isinstance(loaded, DatasetDict):
-        if (wanted := split or "train") not in loaded:
-            raise DataError(f"{folder} has the splits {', '.join(loaded)}, not {wanted!r}: name one as {folder}:SPLIT")
-        if unread := [other for other in loaded if other != wanted and not split]:
-            yield Note(f"{folder}: only the split `train` is read, not {', '.join(unread)}; name another as {folder}:SPLIT")
-        loaded = loaded[wanted]
-    elif split:
-        raise DataError(f"{folder} holds one dataset without splits, but the source asks for the split {split!r}")
-    assert isinstance(loaded, Dataset)
+    if not split and (unread := [str(other) for other in splits if other != wanted]):
+        yield Note(f"{folder}: only the split `train` is read, not {', '.join(unread)}; name another as {folder}:SPLIT")
     columns = _wanted_columns(loaded.column_names, name)
     yield from _read_arrow(loaded.select_columns(columns).with_format("arrow"), name)
 

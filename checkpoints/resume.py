@@ -92,7 +92,7 @@ def load_rng(folder: Path, rank: int) -> None:
 
 def save_optimizer(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Writes an optimizer's per-parameter tensors as safetensors, named `<parameter>/<state>`."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     tensors: dict[str, Tensor] = {}
     for parameter, states in optimizer.state.items():
         tensors |= {f"{names[parameter]}/{key}": value.detach().contiguous() for key, value in states.items()}

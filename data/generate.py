@@ -70,6 +70,7 @@ def generate_greedy(
     Returns:
         Answers in the order of the prompts.
     """
+    end_ids = target.end_ids
     answers = [GeneratedAnswer() for _ in prompts]
     pending = deque(enumerate(prompts))
     num_slots = min(batch_sequences, len(prompts))
@@ -94,11 +95,11 @@ def generate_greedy(
         elif not pending and len(free) * 2 >= len(owners):
             owners = slots.keep([slot for slot, owner in enumerate(owners) if owner is not None], owners)
         for slot, token in enumerate(slots.next_id_B.tolist()):
-            index = owners[slot]
-            if index is not None and _append(answers[index], token, target.end_ids, max_new_tokens, num_extra_tokens):
+            owner = owners[slot]
+            if owner is not None and _append(answers[owner], token, end_ids, max_new_tokens, num_extra_tokens):
                 owners[slot] = None
                 if on_answer is not None:
-                    on_answer(index, answers[index])
+                    on_answer(owner, answers[owner])
         if any(owner is not None for owner in owners):
             slots.step()
     return answers

@@ -70,7 +70,7 @@ class PackPlan:
     def num_steps(self, num_epochs: float) -> int:
         """Steps that `num_epochs` take, rounded up; at least one."""
         whole = int(num_epochs)
-        packs = sum(len(self.epoch_packs(epoch)) for epoch in range(whole))
+        packs: float = sum(len(self.epoch_packs(epoch)) for epoch in range(whole))
         packs += (num_epochs - whole) * len(self.epoch_packs(whole)) if num_epochs > whole else 0
         return max(1, int(-(-packs // self.packs_per_step)))
 

@@ -128,6 +128,11 @@ def target_fingerprint(config: TargetConfig) -> str:
     return f"{folder.name}@{digest.hexdigest()[:16]}"
 
 
+def stored_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The dtype that the target's weights are saved in."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+
+
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     """The engines' default auxiliary states: HF hidden_states 2, L//2 and L-3.
 
@@ -170,8 +175,8 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config: PretrainedConfig = model.config.get_text_config()
-        self._base: nn.Module = model.get_decoder()
-        self.layers: Sequence[nn.Module] = self._base.layers  # type: ignore[assignment]
+        self._base: Any = model.get_decoder()
+        self.layers: Sequence[nn.Module] = self._base.layers
         self.is_plain_softmax = _is_plain_softmax(self.config, self._base)
 
     @classmethod
@@ -183,7 +188,7 @@ class Target:
         """
         target_hf_config(config)
         dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        model = AutoModelForCausalLM.from_pretrained(config.model, revision=config.revision, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(config.model, revision=config.revision, dtype=dtype)
         return cls(model.to(device), load_tokenizer(config))
 
     @property
@@ -218,9 +223,7 @@ class Target:
         return self.model.get_output_embeddings()(last_TH)
 
     @torch.no_grad()
-    def features(
-        self, input_ids_T: Tensor, loss_mask_T: Tensor, document_lengths: Sequence[int], aux_layers: Sequence[int], last: bool
-    ) -> Features:
+    def features(self, input_ids_T: Tensor, loss_mask_T: Tensor, document_lengths: Sequence[int], aux_layers: Sequence[int], last: bool) -> Features:
         """The target's states over packed documents.
 
         Args:
@@ -295,19 +298,6 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
-
-
-def _packed_attention(self, lengths: tuple[int, ...]) -> Iterator[None]:
-        """The base model attends document by document inside this context."""
-        config = self._base.config
-        usual = config._attn_implementation
-        config._attn_implementation = _ATTENTION
-        token = _document_lengths.set(lengths)
-        try:
-            yield
-        finally:
-            _document_lengths.reset(token)
-            config._attn_implementation = usual
 
 
 def _packed_attention(

@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from checkpoints.export import read_export
+from checkpoints.provenance import TrainingFacts
 from data.batch import Features
 from data.generate import generate_greedy
 from data.heldout import EvalConfig, choose_prompts
-from data.target import Target, TargetConfig, load_target_heads, target_hf_config
+from data.target import Target, TargetConfig, load_target_heads, stored_dtype, target_hf_config
 from eval.acceptance import (
     Acceptance,
     Trajectory,
@@ -35,7 +36,7 @@ from eval.acceptance import (
     write_trajectories,
 )
 from eval.decode.speedup import measure_speedup
-from eval.report import MeasuredOn, TrainingFacts, build_report, plot_training, print_report, write_report
+from eval.report import MeasuredOn, build_report, plot_training, print_report, write_report
 from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
 
 _PACK_TOKENS = 4096
@@ -122,7 +123,7 @@ def exported_drafter(export_dir: Path, target: TargetConfig, device: torch.devic
     export_config, tensors = read_export(export_dir)
     provenance = json.loads((export_dir / "headstart.json").read_text())
     target_config: PretrainedConfig = target_hf_config(target)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": target_config.dtype or torch.bfloat16}[target.dtype]
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": stored_dtype(target_config)}[target.dtype]
     heads = load_target_heads(target, device, dtype)
     drafter = load_drafter_class(provenance["algorithm"]).from_export(export_config, tensors, target_config, heads)
     return drafter.to(device=device, dtype=dtype).eval()

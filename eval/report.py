@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from checkpoints.provenance import TrainingFacts
 from checkpoints.serving import serving_format, vllm_serve_command
 from eval.acceptance import Acceptance, NearTies
 from eval.decode.speedup import Speedup
@@ -50,25 +51,6 @@ class MeasuredOn:
     dataset: tuple[str, ...]
     dtype: str
     device: str
-
-
-@dataclass(frozen=True)
-class TrainingFacts:
-    """What the training took.
-
-    Attributes:
-        train_seconds: wall time of the training stage.
-        total_seconds: wall time of all stages.
-        num_train_tokens: tokens that the drafter was trained on, repeats counted.
-        num_steps: optimizer steps.
-        best_step: the step whose weights were exported.
-    """
-
-    train_seconds: float
-    total_seconds: float
-    num_train_tokens: int
-    num_steps: int
-    best_step: int
 
 
 def build_report(

@@ -1,8 +1,8 @@
 """EAGLE-3 (arXiv 2503.01840): one decoder layer over low, middle and high target states, trained by a 7-step training-time test.
 
-    python recipes/eagle3.py --target.model meta-llama/Llama-3.1-8B-Instruct --data.sources sharegpt.json
-    torchrun --nproc-per-node 4 recipes/eagle3.py ...
-    deepspeed launch/train_eagle3.py ...            (the same under DeepSpeed ZeRO-2)
+python recipes/eagle3.py --target.model meta-llama/Llama-3.1-8B-Instruct --data.sources sharegpt.json
+torchrun --nproc-per-node 4 recipes/eagle3.py ...
+deepspeed launch/train_eagle3.py ...            (the same under DeepSpeed ZeRO-2)
 """
 
 from __future__ import annotations

@@ -64,5 +64,5 @@ def test_impossible_plans_are_refused_with_what_to_change():
         PackPlan(LENGTHS, 9, 1, 0)
     with pytest.raises(ValueError, match="no document to train on"):
         PackPlan(np.array([], dtype=int), 9, 1, 0)
-    with pytest.raises(ValueError, match="3 packs .* 2 ranks cannot share evenly"):
+    with pytest.raises(ValueError, match=r"3 packs .* 2 ranks cannot share evenly"):
         check_divisible(3, 2)

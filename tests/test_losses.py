@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -64,4 +66,4 @@ def test_cosine_schedule_warms_up_and_ends_at_its_floor():
     values = [cosine_schedule(step, 10, 2, 0.1) for step in range(11)]
     assert values[:3] == [0.5, 1.0, 1.0]
     assert values[10] == pytest.approx(0.1)
-    assert all(earlier >= later for earlier, later in zip(values[2:], values[3:], strict=False))
+    assert all(earlier >= later for earlier, later in itertools.pairwise(values[2:]))

@@ -41,9 +41,7 @@ def ttt_attention(
 
 class _TTTAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query_TND: Tensor, base_key_TMD: Tensor, base_value_TMD: Tensor, lengths: tuple[int, ...], *flat: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, query_TND: Tensor, base_key_TMD: Tensor, base_value_TMD: Tensor, lengths: tuple[int, ...], *flat: Tensor) -> Tensor:
         num_kv_heads = base_key_TMD.shape[1]
         query_TMGD = query_TND.unflatten(1, (num_kv_heads, -1))
         out_TMGD, lse_TMG = _base_forward(query_TMGD, base_key_TMD, base_value_TMD, lengths)
@@ -118,7 +116,7 @@ def _base_backward(
     grad_key_TMD, grad_value_TMD = torch.empty_like(key_TMD), torch.empty_like(value_TMD)
     for rows in _document_slices(lengths):
         key_1MTD, value_1MTD = _heads_first(key_TMD[rows]), _heads_first(value_TMD[rows])
-        grad_key, grad_value = 0.0, 0.0
+        grad_key, grad_value = torch.zeros_like(key_1MTD, dtype=torch.float32), torch.zeros_like(value_1MTD, dtype=torch.float32)
         for member in range(query_TMGD.shape[2]):
             grad_q, grad_k, grad_v = _flash_backward(
                 _heads_first(grad_TMGD[rows, :, member]),
@@ -151,9 +149,7 @@ def _flash_backward(
     """Gradients (query, key, value) of one causal document."""
     aten = torch.ops.aten
     if query_1MTD.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_1MTD, query_1MTD, key_1MTD, value_1MTD, out_1MTD, lse_1MT, 0.0, True
-        )
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_1MTD, query_1MTD, key_1MTD, value_1MTD, out_1MTD, lse_1MT, 0.0, True)
     padded = torch.nn.functional.pad(lse_1MT, (0, -lse_1MT.shape[-1] % 32), value=float("inf"))
     no_dropout = torch.zeros((), dtype=torch.int64, device="cpu")
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(

@@ -163,9 +163,7 @@ class TorchEngine:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         loss_sum, num_tokens, *sums = _reduced(self.processes, losses, metrics, batches)
-        return StepOutput(
-            loss_sum / max(1, num_supervised), num_supervised, int(num_tokens), grad_norm, dict(zip(metrics, sums, strict=True))
-        )
+        return StepOutput(loss_sum / max(1, num_supervised), num_supervised, int(num_tokens), grad_norm, dict(zip(metrics, sums, strict=True)))
 
     def _without_reduction(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are reduced once a step, with the last micro-batch."""

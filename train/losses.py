@@ -109,7 +109,8 @@ class _Distillation(torch.autograd.Function):
                     grad_head_WH += (grad_logits_KCW.flatten(0, 1).T @ student_KCH.flatten(0, 1)).float()
         ctx.save_for_backward(grad_student_KRH, *([] if grad_head_WH is None else [grad_head_WH.to(head_WH.dtype)]))
         ctx.mark_non_differentiable(counts_3K)
-        return loss_sum, *counts_3K.unbind(0)
+        hits_K, rows_K, outside_K = counts_3K.unbind(0)
+        return loss_sum, hits_K, rows_K, outside_K
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -133,9 +134,7 @@ def _teacher_distribution(teacher: Teacher, rows: slice, dtype: torch.dtype) -> 
     return logits_CW.float().softmax(-1), logits_CW.argmax(-1), is_inside_C
 
 
-def _loss_and_gradient(
-    logits_KCW: Tensor, p_CW: Tensor, argmax_C: Tensor, weight_KC: Tensor, kind: LossKind
-) -> tuple[Tensor, Tensor, Tensor]:
+def _loss_and_gradient(logits_KCW: Tensor, p_CW: Tensor, argmax_C: Tensor, weight_KC: Tensor, kind: LossKind) -> tuple[Tensor, Tensor, Tensor]:
     """(weighted loss sum, d loss / d logits, whether the argmaxes agree); overwrites `logits_KCW`."""
     hits_KC = logits_KCW.argmax(-1) == argmax_C
     log_q_KCW = logits_KCW.sub_(torch.logsumexp(logits_KCW, -1, keepdim=True))

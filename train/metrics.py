@@ -125,7 +125,7 @@ def start_wandb(log: LogConfig, config: RunConfig, run_dir: Path) -> Any:
         except Exception as error:
             print(f"wandb is not reachable ({str(error).splitlines()[0]}); logging offline to {run_dir}/wandb: `wandb sync` it later")
     try:
-        return wandb.init(**arguments, mode=os.environ.get("WANDB_MODE", "offline") if is_offline else "offline")
+        return wandb.init(**arguments, mode="disabled" if os.environ.get("WANDB_MODE") == "disabled" else "offline")
     except Exception as error:
         print(f"wandb could not start ({error}); the run goes on, metrics are in {run_dir}/metrics.jsonl")
         return None

@@ -15,8 +15,10 @@ interrupted run stopped. Every process of a launch runs this file; rank 0 does w
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,13 +43,13 @@ from checkpoints.resume import (
     write_state,
 )
 from data.batch import Features, drafter_batch
-from data.extract import extract
+from data.extract import document_lengths, extract, finish_store
 from data.heldout import EvalConfig
 from data.loader import PackPlan, check_divisible, load_steps
 from data.prepare import prepare
 from data.regenerate import regenerate
-from data.shards import FeatureStore
-from data.target import Target, TargetConfig, TargetHeads, load_target_heads, load_tokenizer, target_fingerprint, target_hf_config
+from data.shards import FeatureStore, StoreHeader
+from data.target import Target, TargetConfig, TargetHeads, load_target_heads, load_tokenizer, stored_dtype, target_fingerprint, target_hf_config
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
 from train.config import RunConfig, save_config, to_json
 from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
@@ -175,23 +177,29 @@ class Run:
 
     def extract(self) -> None:
         """The target's states of the train split, to disk, where the recipe asks for it."""
-        features = self.config.features
+        features, processes = self.config.features, self.processes
         self.features_stage = self.samples_stage
         if features.mode == "online":
             return
         self.features_stage = Stage("extract", {"samples": self.samples_stage.fingerprint, "request": to_json(self.request)})
 
         def work() -> None:
-            extract(
-                self._loaded_target(),
-                self._samples(),
-                self.config.features_dir,
+            target, samples, folder = self._loaded_target(), self._samples(), self.config.features_dir
+            header = StoreHeader(
+                target=self.target_id,
+                samples=self.samples_stage.fingerprint,
                 aux_layers=self.request.aux_layers,
-                last=self.request.last,
-                shard_tokens=features.shard_tokens,
-                rank=self.processes.rank,
-                world_size=self.processes.world_size,
+                has_last=self.request.last,
+                dtype=str(target.dtype).removeprefix("torch."),
+                hidden_size=target.hidden_size,
             )
+            if features.path is None and processes.is_main and self.records.changes(self.features_stage):
+                shutil.rmtree(folder, ignore_errors=True)  # the run's own store, of states that are stale now
+            processes.barrier()
+            extract(target, samples, folder, header=header, shard_tokens=features.shard_tokens, rank=processes.rank, world_size=processes.world_size)
+            processes.barrier()
+            if processes.is_main:
+                finish_store(samples, folder, header, features.shard_tokens)
 
         self._everywhere(self.features_stage, work)
         self._target = None
@@ -332,9 +340,10 @@ class Run:
         return self.run_dir / "draft_vocab.json" if has_own else None
 
     def _plan(self) -> PackPlan:
-        lengths = np.array([len(ids) for ids in self._samples()["input_ids"]])
         train = self.config.train
-        return PackPlan(lengths=lengths, pack_tokens=train.pack_tokens, packs_per_step=train.packs_per_step, seed=train.seed)
+        return PackPlan(
+            lengths=document_lengths(self._samples()), pack_tokens=train.pack_tokens, packs_per_step=train.packs_per_step, seed=train.seed
+        )
 
     def _num_steps(self, plan: PackPlan) -> int:
         num_steps = plan.num_steps(self.config.train.num_epochs)
@@ -345,7 +354,7 @@ class Run:
         if self.config.features.mode == "offline":
             store = FeatureStore.open(self.config.features_dir)
             store.require(self.request.aux_layers, self.request.last)
-            return store.read
+            return partial(store.read, aux_layers=self.request.aux_layers, last=self.request.last)
         target, samples = self._loaded_target(), self._samples()
 
         def read(documents: list[int]) -> Features:
@@ -368,11 +377,11 @@ class Run:
             drafter.load_state_dict(load_file(best_weights(self.run_dir)))
             export_drafter(
                 drafter.export_tensors(),
-                algorithm=drafter.algorithm,
+                algorithm=self.config.drafter.algorithm,
                 target_config=self.target_config,
                 dimensions=DraftDimensions(**drafter.export_dimensions()),
                 aux_layers=self.request.aux_layers,
-                dtype=self.target_config.dtype or torch.bfloat16,
+                dtype=stored_dtype(self.target_config),
                 out_dir=self.run_dir / "export",
                 provenance=collect_provenance(self.config.target.model, self.target_id, to_json(self.config)),
             )

@@ -166,9 +166,7 @@ class Eagle3(Drafter):
         num_steps = self.config.ttt_steps
         rows_R, weight_KR = self._teacher_rows(batch, num_steps)
         outputs = self._rollout(batch, num_steps)
-        student_KRH = torch.stack(
-            [self.norm(hidden_TH[(rows_R - 1 - step).clamp(min=0)]) for step, hidden_TH in enumerate(outputs)]
-        )
+        student_KRH = torch.stack([self.norm(hidden_TH[(rows_R - 1 - step).clamp(min=0)]) for step, hidden_TH in enumerate(outputs)])
         last_TH = batch.features.last_TH
         assert last_TH is not None, "EAGLE-3 asks for the last hidden state"
         teacher = Teacher(

@@ -45,11 +45,11 @@ class LayerShape:
             hidden_size=llama.hidden_size,
             intermediate_size=intermediate_size or llama.intermediate_size,
             num_heads=llama.num_attention_heads,
-            num_kv_heads=llama.num_key_value_heads,
-            head_dim=llama.head_dim,
+            num_kv_heads=llama.num_key_value_heads or llama.num_attention_heads,
+            head_dim=llama.head_dim or llama.hidden_size // llama.num_attention_heads,
             rms_norm_eps=llama.rms_norm_eps,
             max_position_embeddings=llama.max_position_embeddings,
-            rope_parameters=dict(llama.rope_parameters),
+            rope_parameters=dict(llama.rope_parameters or {}),
         )
 
     def export_dimensions(self) -> dict[str, Any]:

@@ -1,0 +1,134 @@
+"""Training data whose answers the target wrote itself.
+
+Place in the flow: the prepared train split -> `regenerate` -> a split with the same columns -> data/extract.py. ShareGPT's answers come from another
+model; a drafter learns to foresee its own target, and learns it from far fewer tokens when the target has written them (algorithms.md section 9, 2).
+
+Each conversation's first user turn is answered greedily. Answers are appended to a file as they are finished, so an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from datasets import Dataset, Features, Sequence, Value
+
+from data.generate import GeneratedAnswer, generate_greedy
+from data.progress import Progress
+from data.target import Target
+
+_COLUMNS = Features(
+    {
+        "conversation_id": Value("string"),
+        "input_ids": Sequence(Value("int32")),
+        "loss_mask": Sequence(Value("bool")),
+        "prompt_ids": Sequence(Value("int32")),
+    }
+)
+_ANSWERS_FILE = "answers.jsonl"
+
+
+def regenerate(
+    target: Target,
+    samples: Dataset,
+    folder: Path,
+    *,
+    max_samples: int | None,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    batch_sequences: int = 128,
+) -> None:
+    """Writes the regenerated split to `folder` (a `datasets` directory).
+
+    Args:
+        target: answers.
+        samples: columns conversation_id and prompt_ids.
+        folder: output; an interrupted run's answers beside it are used.
+        max_samples: conversations to answer; None answers all.
+        max_prompt_tokens: longer prompts are left out.
+        max_new_tokens: longest answer; one that is cut off keeps no end token.
+        batch_sequences: prompts answered together.
+
+    Beside the split it writes regeneration.json: conversations, answered, left out as too long or as repeating an earlier prompt, cut off.
+    """
+    chosen, counts = _choose(samples, max_samples, max_prompt_tokens)
+    work = folder.with_name(f"{folder.name}.work")
+    work.mkdir(parents=True, exist_ok=True)
+    settings = {"prompts": len(chosen), "max_new_tokens": max_new_tokens}
+    answers = _read_answers(work / _ANSWERS_FILE, settings)
+    missing = [index for index in range(len(chosen)) if index not in answers]
+    progress = Progress("regenerate", "answers", len(missing))
+    with (work / _ANSWERS_FILE).open("a") as file:
+
+        def on_answer(position: int, answer: GeneratedAnswer) -> None:
+            answers[missing[position]] = answer.answer_ids
+            file.write(json.dumps({"index": missing[position], "answer_ids": answer.answer_ids}) + "\n")
+            file.flush()
+            progress.advance(1)
+
+        prompts = [chosen[index]["prompt_ids"] for index in missing]
+        generate_greedy(target, prompts, max_new_tokens, batch_sequences=batch_sequences, on_answer=on_answer)
+    progress.close()
+    rows = [_sample(chosen[index], answers[index]) for index in range(len(chosen))]
+    counts["answered"] = len(rows)
+    counts["cut_off"] = sum(row["input_ids"][-1] not in target.end_ids for row in rows)
+    shutil.rmtree(folder, ignore_errors=True)
+    Dataset.from_list(rows, features=_COLUMNS).save_to_disk(str(work / "split"))
+    (work / "split").replace(folder)
+    (folder / "regeneration.json").write_text(json.dumps(counts, indent=2) + "\n")
+    shutil.rmtree(work)
+    print("regenerate: " + ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items()), flush=True)
+
+
+def _choose(samples: Dataset, max_samples: int | None, max_prompt_tokens: int) -> tuple[list[dict], dict[str, int]]:
+    """The conversations to answer, and how many were passed over for which reason."""
+    counts = {"conversations": 0, "prompt_too_long": 0, "prompt_repeated": 0}
+    chosen: list[dict] = []
+    seen: set[tuple[int, ...]] = set()
+    for sample in samples.select_columns(["conversation_id", "prompt_ids"]):
+        if max_samples is not None and len(chosen) == max_samples:
+            break
+        counts["conversations"] += 1
+        prompt = tuple(sample["prompt_ids"])
+        if len(prompt) > max_prompt_tokens:
+            counts["prompt_too_long"] += 1
+        elif prompt in seen:
+            counts["prompt_repeated"] += 1
+        else:
+            seen.add(prompt)
+            chosen.append(sample)
+    if not chosen:
+        raise ValueError(
+            f"none of {counts['conversations']} conversations has a prompt of at most {max_prompt_tokens} tokens: raise answers.max_prompt_tokens"
+        )
+    return chosen, counts
+
+
+def _read_answers(path: Path, settings: dict[str, int]) -> dict[int, list[int]]:
+    """Answers of an interrupted run with the same settings; a last line cut in the middle is dropped."""
+    answers: dict[int, list[int]] = {}
+    lines = path.read_text().splitlines() if path.exists() else []
+    if not lines or json.loads(lines[0]) != settings:
+        path.write_text(json.dumps(settings) + "\n")
+        return answers
+    whole = [lines[0]]
+    for line in lines[1:]:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        answers[record["index"]] = record["answer_ids"]
+        whole.append(line)
+    path.write_text("".join(f"{line}\n" for line in whole))
+    return answers
+
+
+def _sample(prompt: dict, answer_ids: list[int]) -> dict:
+    prompt_ids = list(prompt["prompt_ids"])
+    return {
+        "conversation_id": prompt["conversation_id"],
+        "input_ids": prompt_ids + answer_ids,
+        "loss_mask": [False] * len(prompt_ids) + [True] * len(answer_ids),
+        "prompt_ids": prompt_ids,
+    }

@@ -1,0 +1,268 @@
+"""The store of hidden states: what the target said about every training token, on disk.
+
+Place in the flow: data/extract.py writes shards -> `FeatureStore.read` gives `Features` to the loader.
+
+A store is a folder with one safetensors file a shard and `index.json`:
+
+    index.json                 schema version, target, layers, dtype, document lengths, and for each shard its documents, size and SHA-256
+    shard_00000.safetensors    input_ids int32 [N], loss_mask bool [N], aux_hidden_states [N, X], last_hidden_state [N, H]
+    shard_00000.json           the shard's entry of the index; it appears after its file is whole on disk, so it marks the shard as done
+
+Documents lie end to end, in the order of the split. Only the states that were asked for are there. Shards are cut by a token budget from the lengths
+alone, so every process, and a run that goes on after a kill, cuts the same ones.
+
+Shapes: N tokens of a shard, X = A * H concatenated auxiliary states, H hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.batch import Features
+
+SCHEMA_VERSION = 1
+INDEX_FILE = "index.json"
+
+
+@dataclass(frozen=True)
+class StoreHeader:
+    """What a store holds.
+
+    Attributes:
+        target: fingerprint of the target, its tokenizer and template included.
+        samples: fingerprint of the tokenised documents.
+        aux_layers: HF hidden_states indices of the auxiliary states.
+        has_last: whether the post-norm last hidden state is there.
+        dtype: of the states.
+        hidden_size: H.
+        schema_version: of this layout.
+    """
+
+    target: str
+    samples: str
+    aux_layers: tuple[int, ...]
+    has_last: bool
+    dtype: str
+    hidden_size: int
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes: states, id and mask."""
+        states = (len(self.aux_layers) + self.has_last) * self.hidden_size * getattr(torch, self.dtype).itemsize
+        return states + 4 + 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: documents `first` to `end` - 1.
+
+    Attributes:
+        num_bytes, sha256: of the file, filled in when it is written.
+    """
+
+    name: str
+    first: int
+    end: int
+    num_tokens: int
+    num_bytes: int = 0
+    sha256: str = ""
+
+
+def cut_shards(lengths: Sequence[int] | np.ndarray, shard_tokens: int) -> list[Shard]:
+    """Consecutive documents, up to `shard_tokens` tokens a shard (a longer document has one of its own)."""
+    shards: list[Shard] = []
+    first, tokens = 0, 0
+    for index, length in enumerate([*lengths, None]):
+        if tokens and (length is None or tokens + length > shard_tokens):
+            shards.append(Shard(f"shard_{len(shards):05d}.safetensors", first, index, tokens))
+            first, tokens = index, 0
+        tokens += 0 if length is None else int(length)
+    return shards
+
+
+def write_shard(folder: Path, shard: Shard, packs: Sequence[Features]) -> None:
+    """Writes one shard and then its entry; a kill in between leaves no entry, and the shard is written again.
+
+    Args:
+        folder: the store.
+        shard: from `cut_shards`.
+        packs: features of its documents, in order.
+    """
+    tensors = {
+        "input_ids": torch.cat([pack.input_ids_T for pack in packs]).to(device="cpu", dtype=torch.int32),
+        "loss_mask": torch.cat([pack.loss_mask_T for pack in packs]).cpu(),
+    }
+    for name, parts in (("aux_hidden_states", [pack.aux_TX for pack in packs]), ("last_hidden_state", [pack.last_TH for pack in packs])):
+        present = [part for part in parts if part is not None]
+        if present:
+            tensors[name] = torch.cat(present).cpu().contiguous()
+    partial = folder / f"{shard.name}.partial"
+    save_file(tensors, partial)
+    digest = _sha256(partial)
+    entry = Shard(shard.name, shard.first, shard.end, shard.num_tokens, partial.stat().st_size, digest)
+    _flush(partial)
+    partial.replace(folder / shard.name)
+    _write_json(folder / _entry_name(shard.name), asdict(entry))
+
+
+def finished_shard(folder: Path, shard: Shard) -> Shard | None:
+    """The entry of a shard that is whole on disk and holds these very documents, or None."""
+    path, entry_path = folder / shard.name, folder / _entry_name(shard.name)
+    if not (path.exists() and entry_path.exists()):
+        return None
+    entry = Shard(**json.loads(entry_path.read_text()))
+    same = (entry.first, entry.end, entry.num_tokens) == (shard.first, shard.end, shard.num_tokens)
+    return entry if same and path.stat().st_size == entry.num_bytes else None
+
+
+def write_index(folder: Path, header: StoreHeader, lengths: Sequence[int] | np.ndarray, shards: Sequence[Shard]) -> None:
+    """Completes a store whose shards are all written."""
+    document = {"header": asdict(header), "document_lengths": [int(length) for length in lengths], "shards": [asdict(shard) for shard in shards]}
+    _write_json(folder / INDEX_FILE, document)
+
+
+class FeatureStore:
+    """A complete store, read through memory maps."""
+
+    def __init__(self, folder: Path, header: StoreHeader, document_lengths: np.ndarray, shards: list[Shard]) -> None:
+        self.folder = folder
+        self.header = header
+        self.document_lengths = document_lengths
+        self.shards = shards
+        self._shard_firsts = np.array([shard.first for shard in shards])
+        ends = document_lengths.cumsum()
+        starts = ends - document_lengths
+        self._offsets = starts - starts[np.repeat(self._shard_firsts, [shard.end - shard.first for shard in shards])]
+        self._open = lru_cache(maxsize=64)(lambda name: safe_open(folder / name, framework="pt"))
+
+    @classmethod
+    def open(cls, folder: Path) -> FeatureStore:
+        """Opens a store.
+
+        Raises:
+            ValueError: if it is missing, unfinished, of another schema, or a shard's file is missing or has changed its size.
+        """
+        index = folder / INDEX_FILE
+        if not index.exists():
+            raise ValueError(f"{folder} holds no finished store of hidden states ({INDEX_FILE} is missing): run the recipe again to extract it")
+        document = json.loads(index.read_text())
+        found = document["header"].get("schema_version")
+        if found != SCHEMA_VERSION:
+            raise ValueError(f"{index} has schema version {found}, this code reads {SCHEMA_VERSION}: delete {folder} to extract it again")
+        header = StoreHeader(**{**document["header"], "aux_layers": tuple(document["header"]["aux_layers"])})
+        shards = [Shard(**entry) for entry in document["shards"]]
+        for shard in shards:
+            path = folder / shard.name
+            size = path.stat().st_size if path.exists() else None
+            if size != shard.num_bytes:
+                state = "is missing" if size is None else f"has {size:,} bytes"
+                raise ValueError(f"{path} {state}, expected {shard.num_bytes:,} bytes: delete {_entry_path(path)} and run the recipe again")
+        return cls(folder, header, np.array(document["document_lengths"], dtype=np.int64), shards)
+
+    def verify(self) -> None:
+        """Compares every shard with its checksum.
+
+        Raises:
+            ValueError: naming the first damaged shard.
+        """
+        for shard in self.shards:
+            path = self.folder / shard.name
+            if _sha256(path) != shard.sha256:
+                raise ValueError(f"{path} is damaged (its SHA-256 is not that of the index): delete {_entry_path(path)} and run the recipe again")
+
+    def require(self, aux_layers: Sequence[int], last: bool) -> None:
+        """Raises ValueError where the store lacks states that a drafter reads."""
+        missing = [str(layer) for layer in aux_layers if layer not in self.header.aux_layers]
+        if missing or (last and not self.header.has_last):
+            lacks = f"layers {', '.join(missing)}" if missing else "the last hidden state"
+            raise ValueError(
+                f"{self.folder} holds layers {list(self.header.aux_layers)} and {'the' if self.header.has_last else 'no'} last hidden state; "
+                f"the recipe wants layers {list(aux_layers)}{' and the last hidden state' if last else ''}, so {lacks} must be extracted: "
+                "choose another --features.path, or delete the folder, and run the recipe again"
+            )
+
+    def read(self, documents: Sequence[int], aux_layers: Sequence[int] | None = None, last: bool = True) -> Features:
+        """Documents as one pack, in the given order.
+
+        Args:
+            documents: indices into the split.
+            aux_layers: the auxiliary states to read; None reads all that are there.
+            last: whether to read the last hidden state, where it is there.
+
+        Raises:
+            ValueError: if a shard's file is damaged.
+        """
+        rows = [self._rows(document) for document in documents]
+        columns = self._columns(aux_layers)
+        return Features(
+            input_ids_T=torch.cat([self._slice(name, "input_ids", part) for name, part in rows]).to(torch.int64),
+            loss_mask_T=torch.cat([self._slice(name, "loss_mask", part) for name, part in rows]),
+            document_lengths=tuple(int(self.document_lengths[document]) for document in documents),
+            aux_TX=torch.cat([self._slice(name, "aux_hidden_states", part)[:, columns] for name, part in rows]) if columns is not None else None,
+            last_TH=torch.cat([self._slice(name, "last_hidden_state", part) for name, part in rows]) if last and self.header.has_last else None,
+        )
+
+    def _columns(self, aux_layers: Sequence[int] | None) -> slice | Tensor | None:
+        """The columns of the wanted layers; a plain slice where all are wanted."""
+        wanted = self.header.aux_layers if aux_layers is None else tuple(aux_layers)
+        if not wanted:
+            return None
+        if wanted == self.header.aux_layers:
+            return slice(None)
+        size = self.header.hidden_size
+        starts = [self.header.aux_layers.index(layer) * size for layer in wanted]
+        return torch.cat([torch.arange(start, start + size) for start in starts])
+
+    def _rows(self, document: int) -> tuple[str, slice]:
+        shard = self.shards[int(np.searchsorted(self._shard_firsts, document, side="right")) - 1]
+        start = int(self._offsets[document])
+        return shard.name, slice(start, start + int(self.document_lengths[document]))
+
+    def _slice(self, shard_name: str, tensor_name: str, rows: slice) -> Tensor:
+        try:
+            return self._open(shard_name).get_slice(tensor_name)[rows]
+        except SafetensorError as error:
+            path = self.folder / shard_name
+            raise ValueError(f"{path} is damaged ({error}): delete {_entry_path(path)} and run the recipe again") from error
+
+
+def _entry_name(shard_name: str) -> str:
+    return shard_name.replace(".safetensors", ".json")
+
+
+def _entry_path(shard_path: Path) -> Path:
+    return shard_path.with_name(_entry_name(shard_path.name))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value))
+    _flush(partial)
+    partial.replace(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""What a run would do, before it does anything: `--dry-run`.
+
+Parameters, steps, tokens, bytes on disk and memory, from the configuration, the target's config and, where the data is prepared, its
+real lengths; else from a sample of the source.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from datasets import Dataset, load_from_disk
+from rich.console import Console
+from rich.table import Table
+from transformers import PretrainedConfig
+
+from data.chat import ChatTokenizer, SampleError
+from data.conversations import read_conversations
+from data.report import DataReport
+from data.target import TargetHeads, load_tokenizer, stored_dtype, target_hf_config
+from data.vocab import DraftVocabulary
+from train.config import RunConfig
+from train.drafters.base import FeatureRequest, load_drafter_class
+
+_SAMPLE_CONVERSATIONS = 200
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of a run.
+
+    Attributes:
+        num_parameters: trainable parameters of the drafter.
+        num_documents, num_tokens: of the train split, one epoch.
+        is_exact: whether those were counted; else they are extrapolated from a sample.
+        num_steps: optimizer steps.
+        num_train_tokens: tokens trained on, repeats counted.
+        store_bytes: hidden states on disk; 0 online.
+        checkpoint_bytes: the checkpoints that are kept.
+        memory_bytes: of one rank while training: parameters, gradients, optimizer state, frozen target parts and activations.
+    """
+
+    num_parameters: int
+    num_documents: int
+    num_tokens: int
+    is_exact: bool
+    num_steps: int
+    num_train_tokens: int
+    store_bytes: int
+    checkpoint_bytes: int
+    memory_bytes: int
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Computes the plan; reads configs and, if need be, the head of the source."""
+    target = target_hf_config(config.target)
+    request = load_drafter_class(config.drafter.algorithm).feature_request_of(config.drafter, target)
+    num_parameters = _num_parameters(config, target)
+    num_documents, num_tokens, is_exact = _tokens(config)
+    steps = max(1, int(-(-num_tokens * config.train.num_epochs // config.train.batch_tokens)))
+    num_steps = steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+    is_bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and torch.cuda.is_available())
+    state_bytes = 4 * target.hidden_size * (len(request.aux_layers) + request.last)
+    return Plan(
+        num_parameters=num_parameters,
+        num_documents=num_documents,
+        num_tokens=num_tokens,
+        is_exact=is_exact,
+        num_steps=num_steps,
+        num_train_tokens=num_steps * config.train.batch_tokens,
+        store_bytes=num_tokens * _stored_bytes_per_token(target, request) if config.features.mode == "offline" else 0,
+        checkpoint_bytes=(config.train.num_kept_checkpoints * 12 + 4) * num_parameters,
+        memory_bytes=_optimizer_bytes(config, num_parameters)
+        + 2 * target.vocab_size * target.hidden_size * (2 if is_bf16 else 4)
+        + config.train.pack_tokens * state_bytes,
+    )
+
+
+def print_plan(config: RunConfig) -> None:
+    """Prints the plan as a table."""
+    plan = make_plan(config)
+    table = Table(title=f"{config.run_dir}: {config.drafter.algorithm} for {config.target.model}", show_header=False)
+    about = "" if plan.is_exact else "about "
+    rows = [
+        ("drafter parameters", f"{plan.num_parameters:,}"),
+        ("train split", f"{about}{plan.num_documents:,} conversations, {about}{plan.num_tokens:,} tokens"),
+        ("steps", f"{about}{plan.num_steps:,} of {config.train.batch_tokens:,} tokens ({config.train.packs_per_step} packs)"),
+        ("tokens trained on", f"{about}{plan.num_train_tokens:,}"),
+        ("hidden states on disk", f"{about}{plan.store_bytes / 1e9:,.2f} GB" if plan.store_bytes else "none (online)"),
+        ("checkpoints on disk", f"{plan.checkpoint_bytes / 1e9:,.2f} GB"),
+        ("memory of a rank", f"{plan.memory_bytes / 1e9:,.2f} GB without activations and an online target"),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _num_parameters(config: RunConfig, target: PretrainedConfig) -> int:
+    """Counts a drafter that is built without memory."""
+    size = config.drafter.vocabulary_size(target.vocab_size)
+    vocabulary = None if size is None else DraftVocabulary(tuple(range(size)), target.vocab_size, 1.0)
+    with torch.device("meta"):
+        matrix_VH = torch.empty(target.vocab_size, target.hidden_size)
+        heads = TargetHeads(matrix_VH, matrix_VH, torch.empty(target.hidden_size), 1e-6)
+        drafter = load_drafter_class(config.drafter.algorithm)(config.drafter, target, heads, vocabulary)
+    return sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+
+
+def _tokens(config: RunConfig) -> tuple[int, int, bool]:
+    """(documents, tokens, exact) of the train split."""
+    folder = config.run_dir / ("regenerated" if config.answers.source == "target" else "data")
+    if folder.exists():
+        loaded = load_from_disk(str(folder))
+        samples = loaded if isinstance(loaded, Dataset) else loaded["train"]
+        return len(samples), sum(len(ids) for ids in samples["input_ids"]), True
+    conversations = (item for source in config.data.sources for item in read_conversations(source, DataReport()))
+    chat = ChatTokenizer(load_tokenizer(config.target))
+    results = chat.tokenize(list(itertools.islice(conversations, _SAMPLE_CONVERSATIONS)), config.data.max_length)
+    lengths = [len(result.input_ids) for result in results if not isinstance(result, SampleError)]
+    limit = config.data.max_conversations
+    num_documents = len(lengths) + sum(1 for _ in itertools.islice(conversations, None if limit is None else max(0, limit - len(lengths))))
+    num_documents = max(0, num_documents - config.data.num_heldout)
+    if config.answers.source == "target" and config.answers.max_conversations is not None:
+        num_documents = min(num_documents, config.answers.max_conversations)
+    return num_documents, int(num_documents * float(np.mean(lengths or [0]))), False
+
+
+def _stored_bytes_per_token(target: PretrainedConfig, request: FeatureRequest) -> int:
+    item_bytes = stored_dtype(target).itemsize
+    return (len(request.aux_layers) + request.last) * target.hidden_size * item_bytes + 5
+
+
+def _optimizer_bytes(config: RunConfig, num_parameters: int) -> int:
+    """Weights, gradients and two moments in fp32, divided as ZeRO divides them among the ranks of this launch."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if config.train.deepspeed_config is None:
+        return 16 * num_parameters
+    return 8 * num_parameters + 8 * num_parameters // world_size

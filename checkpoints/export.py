@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from checkpoints.draft_config import CONFIG_BUILDERS, Dimensions
 from checkpoints.provenance import Provenance
 from checkpoints.serving import (
     ServingFormat,
-    aux_layer_fields,
     config_problems,
     engine_limits,
     expected_shape,
     format_of_config,
     serving_format,
     shape_numbers,
+    tensor_rules,
 )
 
 CONFIG_FILE = "config.json"
@@ -42,117 +42,12 @@ SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class DraftDimensions:
-    """The sizes of a draft head's Llama block, in config.json's terms."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    hidden_act: str
-    rms_norm_eps: float
-
-    @classmethod
-    def of_target(cls, target_config: PretrainedConfig) -> DraftDimensions:
-        """The target's own sizes: the usual choice."""
-        text = target_config.get_text_config().to_dict()
-        heads = text["num_attention_heads"]
-        return cls(
-            hidden_size=text["hidden_size"],
-            intermediate_size=text["intermediate_size"],
-            num_attention_heads=heads,
-            num_key_value_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-            hidden_act=text["hidden_act"],
-            rms_norm_eps=text["rms_norm_eps"],
-        )
-
-
-def rope_fields(target_config: PretrainedConfig) -> dict[str, Any]:
-    """The target's rotary embedding in every spelling that an engine reads.
-
-    transformers 5, and so vLLM 0.32 and SGLang 0.5.23, read `rope_parameters`; older versions read `rope_theta` and
-    `rope_scaling`. A `rope_scaling` that is not null wins over `rope_parameters` in transformers 5, so it must say the same.
-
-    Raises:
-        ValueError: for a target whose layers differ in their rotation, or with multimodal sections: one draft layer has neither.
-    """
-    text = target_config.get_text_config()
-    parameters = dict(text.to_dict().get("rope_parameters") or {})
-    if "rope_theta" not in parameters or "mrope_section" in parameters:
-        raise ValueError(
-            f"the target's config has rope_parameters {parameters}, expected one rope_type and one rope_theta for all its "
-            "layers; a draft head for such a target is not supported"
-        )
-    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
-    is_default = scaling.get("rope_type", "default") == "default" and set(scaling) <= {"rope_type"}
-    return {
-        "rope_parameters": parameters,
-        "rope_theta": parameters["rope_theta"],
-        "rope_scaling": None if is_default else scaling,
-    }
-
-
-def eagle3_config(
-    target_config: PretrainedConfig,
-    dimensions: DraftDimensions,
-    aux_layers: Sequence[int],
-    draft_vocab_size: int,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    """config.json of an EAGLE-3 head: a Llama config of one layer, with the fields of the contract.
-
-    Args:
-        target_config: the target's transformers config; vocabulary, rotation and context length are its own.
-        dimensions: the draft block's sizes.
-        aux_layers: HF `hidden_states` indices that `fc` joins, ascending.
-        draft_vocab_size: rows of `lm_head`.
-        dtype: dtype of the exported tensors.
-    """
-    text = target_config.get_text_config()
-    dtype_name = str(dtype).removeprefix("torch.")
-    config: dict[str, Any] = {
-        "architectures": list(serving_format("eagle3").architectures),
-        "model_type": "llama",
-        "vocab_size": text.vocab_size,
-        "draft_vocab_size": draft_vocab_size,
-        "hidden_size": dimensions.hidden_size,
-        "intermediate_size": dimensions.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": dimensions.num_attention_heads,
-        "num_key_value_heads": dimensions.num_key_value_heads,
-        "head_dim": dimensions.head_dim,
-        "hidden_act": dimensions.hidden_act,
-        "rms_norm_eps": dimensions.rms_norm_eps,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "norm_before_residual": False,
-        "tie_word_embeddings": False,
-        # SGLang refuses a draft context that is shorter than the target's.
-        "max_position_embeddings": text.max_position_embeddings,
-        "bos_token_id": text.bos_token_id,
-        "eos_token_id": text.eos_token_id,
-        **rope_fields(target_config),
-        **aux_layer_fields(aux_layers, text.num_hidden_layers),
-        "dtype": dtype_name,
-        "torch_dtype": dtype_name,
-    }
-    if text.hidden_size != dimensions.hidden_size:
-        config["target_hidden_size"] = text.hidden_size
-    return config
-
-
-CONFIG_BUILDERS = {"eagle3": eagle3_config}
-
-
 def export_drafter(
     tensors: Mapping[str, Tensor],
     *,
     algorithm: str,
     target_config: PretrainedConfig,
-    dimensions: DraftDimensions,
+    dimensions: Dimensions,
     aux_layers: Sequence[int],
     dtype: torch.dtype,
     out_dir: Path,
@@ -163,10 +58,10 @@ def export_drafter(
     Args:
         tensors: by contract name, floating ones in any floating dtype on any device. With the full vocabulary `d2t` and `t2d`
             may be there and are left out of the file.
-        algorithm: a row of checkpoints/serving.py.
+        algorithm: as in train/drafters/, with a row in checkpoints/serving.py.
         target_config: the target's transformers config.
         dimensions: the draft block's sizes.
-        aux_layers: HF `hidden_states` indices, ascending.
+        aux_layers: HF `hidden_states` indices, ascending; empty where the drafter reads none.
         dtype: dtype of the floating tensors in the file.
         out_dir: an earlier export there is replaced.
         provenance: written to headstart.json.
@@ -178,9 +73,8 @@ def export_drafter(
         ValueError: if the tensors or the config break the contract, or `out_dir` holds something else than an export.
     """
     row = serving_format(algorithm)
-    if "lm_head.weight" not in tensors:
-        raise ValueError(f"the drafter has no lm_head.weight; found {', '.join(sorted(tensors))}")
-    config = CONFIG_BUILDERS[algorithm](target_config, dimensions, aux_layers, tensors["lm_head.weight"].shape[0], dtype)
+    build_config, _ = CONFIG_BUILDERS[row.name]
+    config = build_config(tensors, target_config, dimensions, aux_layers, dtype)
     to_write = _prepared_tensors(tensors, row, config, dtype)
     _refuse_foreign_directory(out_dir)
 
@@ -226,7 +120,7 @@ def validate_export(directory: Path) -> dict[str, Any]:
         problems += _file_problems(tensors_path, row, config)
     if problems:
         listed = "\n  ".join(problems)
-        raise ValueError(f"{directory} breaks the {row.algorithm} serving contract:\n  {listed}\nexport the drafter again")
+        raise ValueError(f"{directory} breaks the {row.name} serving contract:\n  {listed}\nexport the drafter again")
     return config
 
 
@@ -248,16 +142,11 @@ def _header(tensor_slice: Any) -> tuple[tuple[int, ...], str]:
     return tuple(tensor_slice.get_shape()), SAFETENSORS_DTYPES.get(dtype, dtype)
 
 
-def _tensor_problems(
-    found: Mapping[str, tuple[tuple[int, ...], str]], row: ServingFormat, config: Mapping[str, Any]
-) -> list[str]:
+def _tensor_problems(found: Mapping[str, tuple[tuple[int, ...], str]], row: ServingFormat, config: Mapping[str, Any]) -> list[str]:
     """One line for each tensor that differs from the contract; `found` maps a name to its shape and dtype."""
     numbers = shape_numbers(config)
-    has_draft_vocab = numbers.get("draft_vocab_size") != numbers["vocab_size"]
     problems, allowed = [], set()
-    for rule in row.tensors:
-        if rule.presence == "draft_vocab" and not has_draft_vocab:
-            continue
+    for rule in tensor_rules(row, config):
         allowed.add(rule.name)
         expected = (expected_shape(rule, numbers), config["dtype"] if rule.dtype == "model" else rule.dtype)
         described = f"{list(expected[0])} {expected[1]}"
@@ -288,12 +177,9 @@ def _vocabulary_problems(d2t_W: Tensor, t2d_V: Tensor) -> list[str]:
     return []
 
 
-def _prepared_tensors(
-    tensors: Mapping[str, Tensor], row: ServingFormat, config: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def _prepared_tensors(tensors: Mapping[str, Tensor], row: ServingFormat, config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors as the file will hold them, checked against the contract before anything is written."""
-    has_draft_vocab = config["draft_vocab_size"] != config["vocab_size"]
-    left_out = set() if has_draft_vocab else {rule.name for rule in row.tensors if rule.presence == "draft_vocab"}
+    left_out = {rule.name for rule in row.tensors if rule.presence == "draft_vocab"} - {rule.name for rule in tensor_rules(row, config)}
     prepared = {}
     for name, tensor in tensors.items():
         if name in left_out:
@@ -310,7 +196,7 @@ def _prepared_tensors(
         problems = _vocabulary_problems(prepared["d2t"], prepared["t2d"])
     if problems:
         listed = "\n  ".join(problems)
-        raise ValueError(f"the drafter does not fit the {row.algorithm} serving contract:\n  {listed}")
+        raise ValueError(f"the drafter does not fit the {row.name} serving contract:\n  {listed}")
     return prepared
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 STATE_FILE = "state.json"
 _STEP_NAME = re.compile(r"step_(\d+)")
+# Everything that the steps of a run leave in its folder.
+_TRAINING_OUTPUT = ("step_*", "best*", "metrics.jsonl", "draft_vocab.json", "wandb_id")
 
 
 def begin_checkpoint(run_dir: Path, step: int) -> Path:
@@ -35,7 +38,7 @@ def commit_checkpoint(partial: Path) -> Path:
         if path.is_file():
             _flush(path)
     final = partial.with_suffix("")
-    shutil.rmtree(final, ignore_errors=True)
+    _remove(final)
     partial.replace(final)
     _flush(final.parent)
     return final
@@ -49,19 +52,44 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 def prune_checkpoints(run_dir: Path, num_kept: int) -> None:
     """Removes unfinished checkpoints and all but the newest `num_kept`."""
-    for path in run_dir.glob("step_*.partial"):
-        shutil.rmtree(path)
+    for pattern in ("step_*.partial", "step_*.removed"):
+        for path in run_dir.glob(pattern):
+            shutil.rmtree(path)
     steps = sorted((int(match[1]), path) for path in run_dir.glob("step_*") if (match := _STEP_NAME.fullmatch(path.name)))
     for _, path in steps[: max(0, len(steps) - num_kept)]:
-        shutil.rmtree(path)
+        _remove(path)
 
 
-def write_state(folder: Path, state: dict[str, object]) -> None:
-    """Writes the step, tokens seen and whatever else the run needs to go on, as JSON."""
+def _remove(checkpoint: Path) -> None:
+    """Takes the name away first: a folder named `step_N` is whole, also while it goes."""
+    if checkpoint.exists():
+        removed = checkpoint.with_suffix(".removed")
+        checkpoint.replace(removed)
+        shutil.rmtree(removed)
+
+
+def move_aside(run_dir: Path) -> Path | None:
+    """Moves everything that training has written to a new folder `superseded_<n>`; None where there is nothing.
+
+    A kill in between leaves the rest to the next call.
+    """
+    paths = [path for pattern in _TRAINING_OUTPUT for path in run_dir.glob(pattern)]
+    if not paths:
+        return None
+    numbers = [int(path.name.removeprefix("superseded_")) for path in run_dir.glob("superseded_*")]
+    aside = run_dir / f"superseded_{max(numbers, default=0) + 1}"
+    aside.mkdir()
+    for path in paths:
+        path.replace(aside / path.name)
+    return aside
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Writes the step and whatever else the run needs to go on, as JSON."""
     (folder / STATE_FILE).write_text(json.dumps(state, indent=2))
 
 
-def read_state(folder: Path) -> dict[str, object]:
+def read_state(folder: Path) -> dict[str, Any]:
     """Reads what `write_state` wrote."""
     return json.loads((folder / STATE_FILE).read_text())
 

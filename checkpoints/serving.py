@@ -1,4 +1,4 @@
-"""The serving contract as data: what each engine needs of a draft checkpoint, per algorithm.
+"""The serving contract as data: what each engine needs of a draft checkpoint, per wire format.
 
 Both engines load mostly silently: a missing tensor stays uninitialised and only lowers acceptance. So the exporter checks its own
 output against these rows, and an export that passes here is one that the engines really load. Source of every rule: vLLM 0.32.0
@@ -9,7 +9,10 @@ Place in the flow: checkpoints/export.py writes and checks by these rows; a new 
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,16 +28,17 @@ class TensorRule:
     """One tensor of the checkpoint.
 
     Attributes:
-        name: its name in model.safetensors.
+        name: its name in model.safetensors; a config.json field in braces stands for every index below it ("lm_heads.{num_heads}.weight").
         shape: one product per dimension, of config.json fields and whole numbers ("2*hidden_size").
         dtype: "model" (the config's dtype), or a fixed one.
-        presence: "always"; "draft_vocab" (exactly when draft_vocab_size differs from vocab_size); or "optional".
+        presence: "always"; "draft_vocab" (exactly when draft_vocab_size differs from vocab_size); "own_heads" and "shared_head" (exactly when
+            original_lm_head is false, or true); or "optional".
     """
 
     name: str
     shape: tuple[str, ...]
     dtype: Literal["model", "int64", "bool"] = "model"
-    presence: Literal["always", "draft_vocab", "optional"] = "always"
+    presence: Literal["always", "draft_vocab", "own_heads", "shared_head", "optional"] = "always"
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,14 @@ class ServingFormat:
     """One wire format.
 
     Attributes:
-        algorithm: the drafter's name, as in train/drafters/.
+        name: of the format; several algorithms may share one.
         vllm_method: the `method` of vLLM's speculative config; never left to vLLM's guess from the path.
         architectures: written to config.json; a spelling that every engine of the format resolves.
         tensors: the exact key set; anything else in the file is an error (vLLM raises, SGLang ignores it silently).
         engines: the engines that load the format.
     """
 
-    algorithm: str
+    name: str
     vllm_method: str
     architectures: tuple[str, ...]
     tensors: tuple[TensorRule, ...]
@@ -85,7 +89,7 @@ def _number_rules(names: Sequence[str], otherwise: str) -> tuple[FieldRule, ...]
     return tuple(FieldRule(name, (int,), otherwise) for name in names)
 
 
-EAGLE3_SIZES = (
+LLAMA_SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -95,22 +99,28 @@ EAGLE3_SIZES = (
     "max_position_embeddings",
 )
 
-EAGLE3_COMMON = (
+DTYPE_FIELDS = (
+    FieldRule("dtype", (str,), "takes float16"),
+    FieldRule("torch_dtype", (str,), "older versions take float16"),
+)
+
+# One Llama decoder layer: what every EAGLE head is.
+LLAMA_BLOCK = (
     FieldRule("model_type", (str,), "rejects the checkpoint", "llama"),
-    FieldRule("architectures", (list,), "rejects the checkpoint", ["LlamaForCausalLMEagle3"]),
-    *_number_rules(EAGLE3_SIZES, "takes transformers' default, and tensors of other shapes"),
+    *_number_rules(LLAMA_SIZES, "takes transformers' default, and tensors of other shapes"),
     FieldRule("num_hidden_layers", (int,), "builds 32 layers", 1),
     FieldRule("hidden_act", (str,), "takes transformers' default"),
     FieldRule("rms_norm_eps", (float,), "takes 1e-6"),
     FieldRule("attention_bias", (bool,), "vLLM adds biases and SGLang does not", False),
     FieldRule("rope_parameters", (dict,), "rotates with theta 10000, which only lowers acceptance"),
     FieldRule("rope_theta", (int, float), "older versions rotate with theta 10000"),
-    FieldRule("dtype", (str,), "takes float16"),
-    FieldRule("torch_dtype", (str,), "older versions take float16"),
+    *DTYPE_FIELDS,
 )
 
+EAGLE3_COMMON = (FieldRule("architectures", (list,), "rejects the checkpoint", ["LlamaForCausalLMEagle3"]), *LLAMA_BLOCK)
+
 EAGLE3 = ServingFormat(
-    algorithm="eagle3",
+    name="eagle3",
     vllm_method="eagle3",
     architectures=("LlamaForCausalLMEagle3",),
     tensors=(
@@ -153,7 +163,69 @@ EAGLE3 = ServingFormat(
     },
 )
 
-FORMATS: dict[str, ServingFormat] = {EAGLE3.algorithm: EAGLE3}
+# Each engine looks for the spelling that it knows and passes over the other.
+EAGLE1_ARCHITECTURES = ("LlamaForCausalLMEagle", "LlamaForCausalLM")
+EAGLE1_COMMON = (FieldRule("architectures", (list,), "rejects the checkpoint", list(EAGLE1_ARCHITECTURES)), *LLAMA_BLOCK)
+
+# EAGLE-2 is the same checkpoint under another tree at inference. No head, no norms but one: vLLM raises on `lm_head` and on
+# `layers.0.input_layernorm`, and both engines take the target's head.
+EAGLE1 = ServingFormat(
+    name="eagle1",
+    vllm_method="eagle",
+    architectures=EAGLE1_ARCHITECTURES,
+    tensors=(
+        TensorRule("fc.weight", ("hidden_size", "2*hidden_size")),
+        # Zeros: vLLM drops it, and SGLang has one at random when the file lacks it.
+        TensorRule("fc.bias", ("hidden_size",)),
+        TensorRule("layers.0.self_attn.q_proj.weight", ("num_attention_heads*head_dim", "hidden_size")),
+        TensorRule("layers.0.self_attn.k_proj.weight", ("num_key_value_heads*head_dim", "hidden_size")),
+        TensorRule("layers.0.self_attn.v_proj.weight", ("num_key_value_heads*head_dim", "hidden_size")),
+        TensorRule("layers.0.self_attn.o_proj.weight", ("hidden_size", "num_attention_heads*head_dim")),
+        TensorRule("layers.0.mlp.gate_proj.weight", ("intermediate_size", "hidden_size")),
+        TensorRule("layers.0.mlp.up_proj.weight", ("intermediate_size", "hidden_size")),
+        TensorRule("layers.0.mlp.down_proj.weight", ("hidden_size", "intermediate_size")),
+        TensorRule("layers.0.post_attention_layernorm.weight", ("hidden_size",)),
+        TensorRule("embed_tokens.weight", ("vocab_size", "hidden_size"), presence="optional"),
+    ),
+    engines={
+        "vllm": EngineRow(version="0.32.0", fields=EAGLE1_COMMON),
+        "sglang": EngineRow(
+            version="0.5.23",
+            fields=(*EAGLE1_COMMON, FieldRule("tie_word_embeddings", (bool,), "takes the embedding for the head", False)),
+        ),
+    },
+)
+
+MEDUSA = ServingFormat(
+    name="medusa",
+    vllm_method="medusa",
+    architectures=("MedusaModel",),
+    tensors=(
+        TensorRule("blocks.{num_heads}.layers.{num_hidden_layers}.weight", ("hidden_size", "hidden_size")),
+        TensorRule("blocks.{num_heads}.layers.{num_hidden_layers}.bias", ("hidden_size",)),
+        TensorRule("lm_heads.{num_heads}.weight", ("vocab_size", "hidden_size"), presence="own_heads"),
+        # Not taken from the target: the file carries it.
+        TensorRule("lm_head.weight", ("vocab_size", "hidden_size"), presence="shared_head"),
+    ),
+    engines={
+        "vllm": EngineRow(
+            version="0.32.0",
+            fields=(
+                FieldRule("model_type", (str,), "rejects the checkpoint", "medusa"),
+                FieldRule("architectures", (list,), "takes MedusaModel", ["MedusaModel"]),
+                FieldRule("hidden_size", (int,), "takes 4096"),
+                FieldRule("vocab_size", (int,), "takes 32001"),
+                FieldRule("num_heads", (int,), "takes 5"),
+                FieldRule("num_hidden_layers", (int,), "takes 1"),
+                FieldRule("medusa_fc_bias", (bool,), "drops the biases silently", True),
+                FieldRule("original_lm_head", (bool,), "wants one lm_heads tensor a head"),
+                *DTYPE_FIELDS,
+            ),
+        ),
+    },
+)
+
+FORMATS: dict[str, ServingFormat] = {"eagle3": EAGLE3, "eagle1": EAGLE1, "medusa1": MEDUSA}
 
 
 def serving_format(algorithm: str) -> ServingFormat:
@@ -239,11 +311,32 @@ def shape_numbers(config: Mapping[str, Any]) -> dict[str, int]:
     return numbers
 
 
+def tensor_rules(row: ServingFormat, config: Mapping[str, Any]) -> list[TensorRule]:
+    """The tensors of a checkpoint with this config.json: conditions decided, indexed names written out.
+
+    A missing number is a KeyError, so check the config first.
+    """
+    numbers = shape_numbers(config)
+    holds = {
+        "always": True,
+        "optional": True,
+        "draft_vocab": numbers.get("draft_vocab_size", numbers["vocab_size"]) != numbers["vocab_size"],
+        "own_heads": config.get("original_lm_head") is False,
+        "shared_head": config.get("original_lm_head") is True,
+    }
+    written_out = []
+    for rule in row.tensors:
+        if holds[rule.presence]:
+            fields = re.findall(r"{(\w+)}", rule.name)
+            for indices in itertools.product(*(range(numbers[field]) for field in fields)):
+                name = rule.name.format(**dict(zip(fields, indices, strict=True)))
+                written_out.append(dataclasses.replace(rule, name=name))
+    return written_out
+
+
 def expected_shape(rule: TensorRule, numbers: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of a tensor under these numbers; a missing number is a KeyError, so check the config first."""
-    return tuple(
-        prod(int(factor) if factor.isdigit() else numbers[factor] for factor in product.split("*")) for product in rule.shape
-    )
+    return tuple(prod(int(factor) if factor.isdigit() else numbers[factor] for factor in product.split("*")) for product in rule.shape)
 
 
 def config_problems(config: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from datasets import Dataset
 
 from data.batch import Features
 from data.progress import Progress
-from data.shards import Shard, StoreHeader, cut_shards, finished_shard, write_index, write_shard
+from data.shards import INDEX_FILE, FeatureStore, Shard, StoreHeader, cut_shards, finished_shard, write_index, write_shard
 from data.target import Target
 
 _HEADER_FILE = "header.json"
@@ -72,6 +72,21 @@ def extract(
         if written is not None:
             written.result()
     progress.close()
+
+
+def is_served_by(folder: Path, header: StoreHeader) -> bool:
+    """Whether the folder holds a finished store with at least these states of these documents: one store can serve several drafters.
+
+    Raises:
+        ValueError: if it holds a finished store that lacks states, or one of another target or other documents.
+    """
+    if not (folder / INDEX_FILE).exists():
+        return False
+    store = FeatureStore.open(folder)
+    as_far_as_wanted = replace(header, aux_layers=store.header.aux_layers, has_last=store.header.has_last)
+    _check_folder(folder, as_far_as_wanted)
+    store.require(header.aux_layers, header.has_last)
+    return True
 
 
 def finish_store(samples: Dataset, folder: Path, header: StoreHeader, shard_tokens: int) -> None:

@@ -77,7 +77,7 @@ class RunFiles:
     target: str
     revision: str | None
     export: Path
-    algorithm: str
+    vllm_method: str
     prompts: list[list[int]]
     answers: list[list[int]]
     draft_length: int
@@ -148,7 +148,7 @@ def read_run(run: Path) -> RunFiles:
         target=target["model"],
         revision=target["revision"],
         export=(run / "export").resolve(),
-        algorithm=format_of_config(config).algorithm,
+        vllm_method=format_of_config(config).vllm_method,
         prompts=[answer["prompt_ids"] for answer in answers],
         answers=[answer["answer_ids"] for answer in answers],
         draft_length=report["draft_length"],
@@ -278,7 +278,7 @@ def serve_check(config: ServeConfig, console: Console) -> ServeResult:
 def _job(config: ServeConfig, run: RunFiles, drafted_outputs: list[list[int]] | None) -> dict[str, Any]:
     """The worker's job: with the drafter, or (given its outputs) without it."""
     speculative = {
-        "method": FORMATS[run.algorithm].vllm_method,
+        "method": run.vllm_method,
         "model": str(run.export),
         "num_speculative_tokens": run.draft_length,
     }

@@ -7,13 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from checkpoints.export import DraftDimensions, export_drafter, read_export, validate_export
+from checkpoints.draft_config import DraftDimensions
+from checkpoints.export import export_drafter, read_export, validate_export
 from checkpoints.provenance import Provenance, collect_provenance, config_digest
 
 V, W, H, HEADS, KV_HEADS, HEAD_DIM, I, L = 50, 20, 16, 4, 2, 8, 24, 8  # noqa: E741
-PROVENANCE = Provenance(
-    commit="c0ffee", versions={"torch": "2"}, target="tiny", target_fingerprint="f00d", run_config_sha256="5eed"
-)
+PROVENANCE = Provenance(commit="c0ffee", versions={"torch": "2"}, target="tiny", target_fingerprint="f00d", run_config_sha256="5eed")
 
 
 def target_config(**changes: object) -> LlamaConfig:

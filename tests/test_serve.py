@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from checkpoints.export import DraftDimensions, export_drafter
+from checkpoints.draft_config import DraftDimensions
+from checkpoints.export import export_drafter
 from checkpoints.provenance import Provenance
 from eval.serve import VLLM_VERSION, main
 from eval.vllm_worker import subtract

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import tyro
+from safetensors import SafetensorError
 
 from train.config import RunConfig
 from train.plan import print_plan
 from train.run import Evaluator, run
+
+_OTHER_RANKS_FIRST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -30,18 +35,37 @@ class CommandLine:
 def main(recipe: RunConfig, evaluator: Evaluator, arguments: Sequence[str] | None = None) -> None:
     """Runs a recipe with the overrides of the command line.
 
-    A mistake of the user's ends with one line on stderr and exit code 2, never with a traceback.
+    A mistake of the user's ends with one line on stderr and exit code 2, never with a traceback, and never leaves other ranks waiting.
     """
     arguments = strip_launcher_flags(sys.argv[1:] if arguments is None else arguments)
+    rank = int(os.environ.get("RANK", 0))
+    description = sys.modules["__main__"].__doc__
     try:
-        command = tyro.cli(CommandLine, default=CommandLine(config=recipe), args=arguments, description=sys.modules["__main__"].__doc__)
-        if command.dry_run:
-            print_plan(command.config)
-        else:
+        # What every rank would say alike, rank 0 says.
+        command = tyro.cli(CommandLine, default=CommandLine(config=recipe), args=arguments, description=description, console_outputs=rank == 0)
+        if not command.dry_run:
             run(command.config, evaluator)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        elif rank == 0:
+            print_plan(command.config)
+    except (ValueError, OSError, SafetensorError) as error:
+        _stop(rank, f"error: {' '.join(str(error).split())}")
+    except RuntimeError as error:
+        if rank > 0 and "Connection closed by peer" in str(error):
+            _stop(rank, "error: another rank has stopped")
+        raise
+
+
+def _stop(rank: int, message: str) -> NoReturn:
+    """Ends this process with one line and exit code 2; the launcher then ends the others."""
+    if rank > 0:
+        # The same mistake on every rank is one line, of rank 0: the launcher ends this process meanwhile.
+        time.sleep(_OTHER_RANKS_FIRST_S)
+        message = f"rank {rank}: {message}"
+    print(message, file=sys.stderr, flush=True)
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        os._exit(2)  # not through destructors of process groups, which would wait for the other ranks
+    raise SystemExit(2) from None
 
 
 def strip_launcher_flags(arguments: Sequence[str]) -> list[str]:

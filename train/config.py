@@ -144,6 +144,9 @@ class RunConfig:
             raise ValueError(
                 f"train.pack_tokens is {self.train.pack_tokens}, less than data.max_length {self.data.max_length}: a pack must hold a document"
             )
+        longest_chain = self.drafter.longest_chain()
+        if longest_chain is not None and self.eval.draft_length > longest_chain:
+            raise ValueError(f"eval.draft_length is {self.eval.draft_length}, but this drafter makes {longest_chain} drafts at most")
         if self.features.mode == "online" and self.features.path is not None:
             raise ValueError("features.path has no effect with features.mode online")
         if "eagle-" in str(self.run_dir).lower():

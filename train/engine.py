@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import json
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,8 +113,11 @@ def _init_deepspeed(has_gpu: bool) -> None:
     """Starts DeepSpeed's communication; alone and without a launcher, as the single rank of its own."""
     if not has_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}.items():
-        os.environ.setdefault(name, value)
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import deepspeed
 
     if not has_gpu:
@@ -187,6 +191,39 @@ class TorchEngine:
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self._drafter.state_dict().items()}
 
 
+_RECIPE_DECIDES = (
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "bf16",
+    "fp16",
+)
+
+
+def read_deepspeed_config(path: Path) -> dict[str, Any]:
+    """A ZeRO configuration file.
+
+    Raises:
+        ValueError: if it is missing, is not JSON, names no ZeRO stage, or sets what the recipe decides.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = f"train.deepspeed_config {path} cannot be read as JSON ({error})"
+        raise ValueError(f"{reason}: name one like launch/ds_zero2.json") from error
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"{path} has the ZeRO stage {stage!r}, expected zero_optimization.stage to be 0, 1, 2 or 3, as in launch/ds_zero2.json")
+    for name in _RECIPE_DECIDES:
+        if name in config:
+            raise ValueError(f"{path} sets {name!r}, which the recipe decides: remove it there")
+    return config
+
+
 class DeepSpeedEngine:
     """DeepSpeed with a ZeRO configuration file."""
 
@@ -195,12 +232,8 @@ class DeepSpeedEngine:
     ) -> None:
         import deepspeed
 
-        config = json.loads(config_path.read_text())
-        for reserved in ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "optimizer", "scheduler"):
-            if reserved in config:
-                raise ValueError(f"{config_path} sets {reserved!r}, which the recipe decides: remove it there")
-        stage = config["zero_optimization"]["stage"]
-        if stage == 0 and precision == "bf16":
+        config = read_deepspeed_config(config_path)
+        if config["zero_optimization"]["stage"] == 0 and precision == "bf16":
             raise ValueError(f"{config_path}: bf16 with ZeRO stage 0 loses accuracy in DeepSpeed: use stage 1, or train.precision fp32")
         config |= {
             "train_micro_batch_size_per_gpu": 1,  # one pack
@@ -243,7 +276,10 @@ class DeepSpeedEngine:
         )
 
     def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag="deepspeed")
+        try:
+            self._engine.save_checkpoint(str(folder), tag="deepspeed")
+        except RuntimeError as error:  # what torch.save raises where the disk is full
+            raise OSError(f"DeepSpeed could not write its checkpoint to {folder}: {error}") from error
 
     def load(self, folder: Path) -> None:
         _require(folder / "deepspeed", "deepspeed")

@@ -5,7 +5,8 @@ engine divides by the supervised positions of the whole global batch.
 
 The gradient is formed in the forward pass: while a chunk's logits exist, d loss / d logits is known in closed form, so the chunk contributes its
 part of d student and d head and is dropped. Peak memory is one chunk of logits whatever T, K and the vocabulary are. The target's distribution of
-a row is computed once and serves all K drafts that are judged against it.
+a row is computed once and serves all K drafts that are judged against it. Drafts are judged against the target's distributions (`Teacher`) or against
+the tokens that came next (`Labels`).
 
 Shapes: K TTT steps, R teacher rows (C in a chunk), H draft hidden size, E target hidden size, V target vocabulary, W draft vocabulary.
 """
@@ -42,12 +43,23 @@ class Teacher:
     drops_outside: bool
 
 
+@dataclass(frozen=True)
+class Labels:
+    """The tokens that came next, in the place of the target's distributions.
+
+    Attributes:
+        label_KR: int64 indices into the student's vocabulary; anything valid where the weight is zero.
+    """
+
+    label_KR: Tensor
+
+
 class DistillationSums(NamedTuple):
     """Sums over the weighted rows of one micro-batch.
 
     Attributes:
         loss_sum: fp32 scalar, differentiable with respect to student and head.
-        hits_K: fp32, rows where the student's argmax is the target's (over the full vocabulary where `drops_outside`).
+        hits_K: fp32, rows where the student's argmax is the label, or the target's argmax (over the full vocabulary where `drops_outside`).
         rows_K: fp32, rows with a non-zero weight, those outside the draft vocabulary included.
         num_outside_K: fp32, rows of `rows_K` whose target argmax is outside the draft vocabulary (0 where unknown).
     """
@@ -63,17 +75,18 @@ def step_weights(num_steps: int, decay: float) -> list[float]:
     return [decay**step for step in range(num_steps)]
 
 
-def distillation_loss(student_KRH: Tensor, head_WH: Tensor, teacher: Teacher, weight_KR: Tensor, kind: LossKind) -> DistillationSums:
-    """Weighted sum of the loss between K student distributions and the target's distribution at each row.
+def distillation_loss(student_KRH: Tensor, head_WH: Tensor, teacher: Teacher | Labels, weight_KR: Tensor, kind: LossKind) -> DistillationSums:
+    """Weighted sum of the loss between K student distributions and the target's distribution, or the label, at each row.
 
     Args:
         student_KRH: drafter outputs after its norm, aligned with the teacher's rows.
         head_WH: the drafter's head over the draft vocabulary.
-        teacher: the target at the same rows.
+        teacher: the target at the same rows, or the labels.
         weight_KR: fp32, zero where a draft is not supervised.
         kind: "ce" sum -p log q; "kl" the same minus the entropy of p (equal gradients); "lk" the hybrid of arXiv 2602.23881,
-            w KL + (1 - w) TV with w = exp(-3 acceptance) held constant.
+            w KL + (1 - w) TV with w = exp(-3 acceptance) held constant. Labels take "ce" only.
     """
+    assert kind == "ce" or isinstance(teacher, Teacher), "labels are judged by cross entropy"
     loss_sum, hits_K, rows_K, num_outside_K = _Distillation.apply(student_KRH, head_WH, teacher, weight_KR, kind)
     return DistillationSums(loss_sum, hits_K, rows_K, num_outside_K)
 
@@ -81,7 +94,7 @@ def distillation_loss(student_KRH: Tensor, head_WH: Tensor, teacher: Teacher, we
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student_KRH: Tensor, head_WH: Tensor, teacher: Teacher, weight_KR: Tensor, kind: LossKind
+        ctx: Any, student_KRH: Tensor, head_WH: Tensor, teacher: Teacher | Labels, weight_KR: Tensor, kind: LossKind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_steps, num_rows, _ = student_KRH.shape
         device = student_KRH.device
@@ -91,16 +104,21 @@ class _Distillation(torch.autograd.Function):
         grad_head_WH = torch.zeros(head_WH.shape, dtype=torch.float32, device=device) if ctx.needs_input_grad[1] else None
         loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         counts_3K = torch.zeros(3, num_steps, dtype=torch.float32, device=device)
-        chunk_rows = max(1, _CHUNK_ELEMENTS // max(teacher.lm_head_VE.shape[0] if teacher.drops_outside else 0, num_steps * len(head)))
+        chunk_rows = max(1, _CHUNK_ELEMENTS // max(_teacher_width(teacher), num_steps * len(head)))
         with torch.autocast(device.type, enabled=False):
             for start in range(0, num_rows, chunk_rows):
                 rows = slice(start, start + chunk_rows)
-                p_CW, argmax_C, is_inside_C = _teacher_distribution(teacher, rows, compute_dtype)
-                active_KC = weight_KR[:, rows] > 0
-                weight_KC = weight_KR[:, rows] * is_inside_C
+                weight_KC = weight_KR[:, rows]
+                active_KC = weight_KC > 0
                 student_KCH = student_KRH[:, rows].to(compute_dtype)
-                logits_KCW = (student_KCH @ head.T).float()
-                chunk_loss, grad_logits_KCW, hits_KC = _loss_and_gradient(logits_KCW, p_CW, argmax_C, weight_KC, kind)
+                if isinstance(teacher, Labels):
+                    is_inside_C = torch.ones_like(active_KC[0])
+                    logits_KCW = (student_KCH @ head.T).float()
+                    chunk_loss, grad_logits_KCW, hits_KC = _label_loss_and_gradient(logits_KCW, teacher.label_KR[:, rows], weight_KC)
+                else:
+                    p_CW, argmax_C, is_inside_C = _teacher_distribution(teacher, rows, compute_dtype)
+                    logits_KCW = (student_KCH @ head.T).float()
+                    chunk_loss, grad_logits_KCW, hits_KC = _loss_and_gradient(logits_KCW, p_CW, argmax_C, weight_KC * is_inside_C, kind)
                 loss_sum += chunk_loss
                 counts_3K += torch.stack([(hits_KC & is_inside_C & active_KC).sum(1), active_KC.sum(1), (active_KC & ~is_inside_C).sum(1)])
                 grad_logits_KCW = grad_logits_KCW.to(compute_dtype)
@@ -117,6 +135,11 @@ class _Distillation(torch.autograd.Function):
         grad_student_KRH, *grad_head = ctx.saved_tensors
         head = grad_head[0] * grad_loss.to(grad_head[0].dtype) if grad_head else None
         return grad_student_KRH * grad_loss.to(grad_student_KRH.dtype), head, None, None, None
+
+
+def _teacher_width(teacher: Teacher | Labels) -> int:
+    """Logits of the target that a row takes beside the student's."""
+    return teacher.lm_head_VE.shape[0] if isinstance(teacher, Teacher) and teacher.drops_outside else 0
 
 
 def _teacher_distribution(teacher: Teacher, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,6 +176,16 @@ def _loss_and_gradient(logits_KCW: Tensor, p_CW: Tensor, argmax_C: Tensor, weigh
     grad_KCW = mix_KC[..., None] * (q_KCW - p_CW) + (1 - mix_KC)[..., None] * grad_tv_KCW
     loss_KC = mix_KC * kl_KC + (1 - mix_KC) * (1 - acceptance_KC)
     return (weight_KC * loss_KC).sum(), grad_KCW * weight_KC[..., None], hits_KC
+
+
+def _label_loss_and_gradient(logits_KCW: Tensor, label_KC: Tensor, weight_KC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(weighted cross entropy of the labels, d loss / d logits = softmax - one-hot, whether the argmax is the label); overwrites `logits_KCW`."""
+    hits_KC = logits_KCW.argmax(-1) == label_KC
+    log_q_KCW = logits_KCW.sub_(torch.logsumexp(logits_KCW, -1, keepdim=True))
+    cross_KC = -log_q_KCW.gather(-1, label_KC[..., None])[..., 0]
+    grad_KCW = log_q_KCW.exp_().mul_(weight_KC[..., None])
+    grad_KCW.scatter_add_(-1, label_KC[..., None], -weight_KC[..., None])
+    return (weight_KC * cross_KC).sum(), grad_KCW, hits_KC
 
 
 def cosine_schedule(step: int, num_steps: int, num_warmup_steps: int, floor: float) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from train.config import LogConfig, RunConfig, to_json
@@ -38,7 +39,7 @@ class MetricsLog:
         self._waited_s = 0.0
         self._cut_back(first_step)
         self._file = self._path.open("a")
-        self._wandb = start_wandb(config.log, config, config.run_dir) if config.log.wandb else None
+        self._tracker = Tracker(config) if config.log.wandb else None
 
     def _cut_back(self, first_step: int) -> None:
         """Drops lines that a killed run wrote after its last checkpoint, and a last line cut in the middle."""
@@ -52,7 +53,9 @@ class MetricsLog:
                 continue
             if record["step"] <= first_step:
                 kept.append(line)
-        self._path.write_text("".join(f"{line}\n" for line in kept))
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept))
+        temporary.replace(self._path)
 
     def step(self, step: int, output: StepOutput, rate: float, waited_s: float) -> None:
         """Records optimizer step `step` (1-based count of steps done)."""
@@ -62,9 +65,9 @@ class MetricsLog:
         record = {
             "event": "train",
             "step": step,
-            "loss": round(output.loss, 5),
+            "loss": round(output.loss, 8),
             "learning_rate": rate,
-            "grad_norm": round(output.grad_norm, 4),
+            "grad_norm": round(output.grad_norm, 6),
             "num_tokens": output.num_tokens,
             "supervised_share": round(output.num_supervised / max(1, output.num_tokens), 4),
             "tokens_per_s": round(self._tokens / elapsed_s, 1),
@@ -91,28 +94,59 @@ class MetricsLog:
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        if self._wandb is not None:
-            flat = {name: value for name, value in record.items() if isinstance(value, (int, float)) and name != "step"}
-            lists = {f"{name}/{index}": item for name, value in record.items() if isinstance(value, list) for index, item in enumerate(value)}
-            self._wandb.log({f"{record['event']}/{name}": value for name, value in (flat | lists).items()}, step=record["step"])
+        if self._tracker is not None:
+            self._tracker.log(record)
 
     def close(self) -> None:
         self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        if self._tracker is not None:
+            self._tracker.close()
 
 
-def start_wandb(log: LogConfig, config: RunConfig, run_dir: Path) -> Any:
-    """A wandb run that resumes under the run's name; offline when there is no key or the server does not answer.
+class Tracker:
+    """The wandb run of a training: the same one when a training goes on, another when it starts afresh. Its failures never end a run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        path = config.run_dir / "wandb_id"
+        if not path.exists():
+            path.write_text(f"{config.name}-{secrets.token_hex(4)}")
+        self._run = start_wandb(config.log, config, path.read_text())
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Sends one record of metrics.jsonl: its numbers, and its lists as a series an entry."""
+        flat = {name: value for name, value in record.items() if isinstance(value, (int, float)) and name != "step"}
+        lists = {f"{name}/{index}": item for name, value in record.items() if isinstance(value, list) for index, item in enumerate(value)}
+        values = {f"{record['event']}/{name}": value for name, value in (flat | lists).items()}
+        self._try(lambda run: run.log(values, step=record["step"]))
+
+    def close(self) -> None:
+        """Waits until everything is sent or stored."""
+        self._try(lambda run: run.finish())
+        self._run = None
+
+    def _try(self, action: Callable[[Any], object]) -> None:
+        """Acts on the wandb run as long as there is one; drops it at its first error."""
+        if self._run is None:
+            return
+        try:
+            action(self._run)
+        except Exception as error:
+            self._run = None
+            print(f"wandb failed ({type(error).__name__}: {error}); the run goes on without it, metrics are in metrics.jsonl", flush=True)
+
+
+def start_wandb(log: LogConfig, config: RunConfig, run_id: str) -> Any:
+    """A wandb run that goes on under its id; offline when there is no key or the server does not answer.
 
     Returns None, with a printed reason, where wandb cannot even start offline: losing a tracker never ends a run.
     """
     import wandb
 
+    run_dir = config.run_dir
     arguments: dict[str, Any] = {
         "project": log.wandb_project,
         "name": config.name,
-        "id": config.name,
+        "id": run_id,
         "resume": "allow",
         "dir": str(run_dir),
         "config": to_json(config),

@@ -30,20 +30,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from checkpoints.export import DraftDimensions, export_drafter
+from checkpoints.draft_config import draft_dimensions
+from checkpoints.export import export_drafter
 from checkpoints.provenance import TrainingFacts, collect_provenance
 from checkpoints.resume import (
     begin_checkpoint,
     commit_checkpoint,
     latest_checkpoint,
     load_rng,
+    move_aside,
     prune_checkpoints,
     read_state,
     save_rng,
     write_state,
 )
 from data.batch import Features, drafter_batch
-from data.extract import document_lengths, extract, finish_store
+from data.extract import document_lengths, extract, finish_store, is_served_by
 from data.heldout import EvalConfig
 from data.loader import PackPlan, check_divisible, load_steps
 from data.prepare import prepare
@@ -53,7 +55,7 @@ from data.target import Target, TargetConfig, TargetHeads, load_target_heads, lo
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
 from train.config import RunConfig, save_config, to_json
 from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
-from train.engine import DeepSpeedEngine, Engine, Precision, Processes, TorchEngine
+from train.engine import DeepSpeedEngine, Engine, Precision, Processes, TorchEngine, read_deepspeed_config
 from train.metrics import MetricsLog
 from train.stages import Stage, StageRecords, source_identity
 
@@ -94,18 +96,18 @@ class Evaluator(Protocol):
 
 def run(config: RunConfig, evaluator: Evaluator) -> None:
     """Runs every stage that is missing or stale."""
+    if config.train.deepspeed_config is not None:
+        read_deepspeed_config(config.train.deepspeed_config)  # its errors before any work
     processes = Processes(config.train.engine)
-    try:
-        stages = Run(config, evaluator, processes)
-        stages.prepare()
-        stages.answer()
-        stages.regenerate()
-        stages.extract()
-        stages.train()
-        stages.export()
-        stages.evaluate()
-    finally:
-        processes.close()
+    stages = Run(config, evaluator, processes)
+    stages.prepare()
+    stages.answer()
+    stages.regenerate()
+    stages.extract()
+    stages.train()
+    stages.export()
+    stages.evaluate()
+    processes.close()  # not after an error: it waits for ranks that may be gone
 
 
 class Run:
@@ -193,15 +195,19 @@ class Run:
                 dtype=str(target.dtype).removeprefix("torch."),
                 hidden_size=target.hidden_size,
             )
-            if features.path is None and processes.is_main and self.records.changes(self.features_stage):
-                shutil.rmtree(folder, ignore_errors=True)  # the run's own store, of states that are stale now
-            processes.barrier()
+            if features.path is not None and is_served_by(folder, header):
+                return
             extract(target, samples, folder, header=header, shard_tokens=features.shard_tokens, rank=processes.rank, world_size=processes.world_size)
             processes.barrier()
             if processes.is_main:
                 finish_store(samples, folder, header, features.shard_tokens)
 
-        self._everywhere(self.features_stage, work)
+        def discard() -> None:
+            """The run's own store, of states that are stale now; a shared one is the user's."""
+            if features.path is None:
+                shutil.rmtree(self.config.features_dir, ignore_errors=True)
+
+        self._everywhere(self.features_stage, work, discard)
         self._target = None
 
     # --- training -------------------------------------------------------------------------------------------------------
@@ -211,6 +217,8 @@ class Run:
         settings = to_json(self.config.train)
         ignored = ("log_every", "save_every", "num_kept_checkpoints")
         settings = {name: value for name, value in settings.items() if name not in ignored}
+        if self.config.train.deepspeed_config is not None:  # what it says, wherever it lies
+            settings["deepspeed_config"] = read_deepspeed_config(self.config.train.deepspeed_config)
         self.train_stage = Stage(
             "train",
             {
@@ -222,7 +230,7 @@ class Run:
                 **settings,
             },
         )
-        self._everywhere(self.train_stage, self._train)
+        self._everywhere(self.train_stage, self._train, self._move_aside)
 
     def _train(self) -> None:
         config, processes = self.config, self.processes
@@ -233,7 +241,9 @@ class Run:
         num_steps = self._num_steps(plan)
         first_step = 0
         if checkpoint is not None:
-            first_step = int(read_state(checkpoint)["step"])  # type: ignore[call-overload]
+            state = read_state(checkpoint)
+            first_step = int(state["step"])
+            self._stage_started -= float(state["seconds"])
             engine.load(checkpoint)
             load_rng(checkpoint, processes.rank)
         log = MetricsLog(config, num_steps, first_step) if processes.is_main else None
@@ -275,13 +285,9 @@ class Run:
         return latest_checkpoint(self.run_dir)
 
     def _move_aside(self) -> None:
-        number = len(list(self.run_dir.glob("superseded_*"))) + 1
-        aside = self.run_dir / f"superseded_{number}"
-        aside.mkdir()
-        for pattern in ("step_*", "best*", "metrics.jsonl", "draft_vocab.json"):
-            for path in self.run_dir.glob(pattern):
-                path.replace(aside / path.name)
-        print(f"the settings of training have changed: the earlier steps are now in {aside}", flush=True)
+        aside = move_aside(self.run_dir)
+        if aside is not None:
+            print(f"the settings of training have changed: the earlier steps are now in {aside}", flush=True)
 
     def _save(self, engine: Engine, step: int) -> None:
         partial = self.run_dir / f"step_{step}.partial"
@@ -292,7 +298,8 @@ class Run:
         save_rng(partial, self.processes.rank)
         self.processes.barrier()
         if self.processes.is_main:
-            write_state(partial, {"step": step, "fingerprint": self.train_stage.fingerprint, "world_size": self.processes.world_size})
+            seconds = round(time.monotonic() - self._stage_started, 2)
+            write_state(partial, {"step": step, "seconds": seconds, "fingerprint": self.train_stage.fingerprint})
             commit_checkpoint(partial)
             prune_checkpoints(self.run_dir, self.config.train.num_kept_checkpoints)
         self.processes.barrier()
@@ -379,7 +386,7 @@ class Run:
                 drafter.export_tensors(),
                 algorithm=self.config.drafter.algorithm,
                 target_config=self.target_config,
-                dimensions=DraftDimensions(**drafter.export_dimensions()),
+                dimensions=draft_dimensions(self.config.drafter.algorithm, drafter.export_dimensions()),
                 aux_layers=self.request.aux_layers,
                 dtype=stored_dtype(self.target_config),
                 out_dir=self.run_dir / "export",
@@ -413,15 +420,20 @@ class Run:
         """Runs a stage on rank 0 if it is not done, while the others wait."""
         self._everywhere(stage, work if self.processes.is_main else lambda: None)
 
-    def _everywhere(self, stage: Stage, work: Callable[[], None]) -> None:
-        """Runs a stage on every rank if it is not done."""
+    def _everywhere(self, stage: Stage, work: Callable[[], None], discard: Callable[[], None] | None = None) -> None:
+        """Runs a stage on every rank if it is not done; `discard` first puts away, on rank 0, what other inputs have left."""
         if self._is_done(stage):
             return
-        started = time.monotonic()
+        self._stage_started = time.monotonic()
+        if self.processes.is_main:
+            if discard is not None and self.records.changes(stage):
+                discard()
+            self.records.begin(stage)
+        self.processes.barrier()
         work()
         self.processes.barrier()
         if self.processes.is_main:
-            self.records.complete(stage, time.monotonic() - started)
+            self.records.complete(stage, time.monotonic() - self._stage_started)
         self.processes.barrier()
 
     def _is_done(self, stage: Stage) -> bool:

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from data.batch import DrafterBatch
 from data.target import TargetHeads
 from data.vocab import DraftVocabulary
-from train.losses import DistillationSums, LossKind, Teacher, distillation_loss
+from train.losses import DistillationSums, Labels, LossKind, Teacher, distillation_loss
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class DrafterConfig:
 
     def vocabulary_size(self, target_vocab_size: int) -> int | None:
         """Size of the draft vocabulary, or None where the drafter covers the target's whole vocabulary."""
+        return None
+
+    def longest_chain(self) -> int | None:
+        """Most drafts of a chain, or None where the drafter can go on for ever."""
         return None
 
 
@@ -117,7 +121,12 @@ class Drafter(nn.Module):
 
     @abstractmethod
     def forward(self, batch: DrafterBatch) -> LossOutput:
-        """The training loss over the supervised positions of one packed micro-batch."""
+        """The training loss over the supervised positions of one packed micro-batch.
+
+        Every trainable parameter takes part in every batch, also where nothing is supervised: with zero rows its gradient is zero, while a
+        parameter that is left out on one rank makes ZeRO-1/2 mismatch or hang (platform.md). And each is used by its own module's forward
+        only: elsewhere ZeRO-3 has sharded it.
+        """
 
     @abstractmethod
     def teacher_forced_drafts(self, batch: DrafterBatch, num_drafts: int) -> Tensor:
@@ -148,13 +157,13 @@ class Drafter(nn.Module):
 
 
 class DistillingHead(nn.Linear):
-    """A head whose forward gives logits, or with a teacher the distillation loss of its logits without holding them.
+    """A head whose forward gives logits, or with a teacher (or labels) the loss of its logits without holding them.
 
     The loss is part of the module's forward so that an engine that shards parameters (ZeRO-3) gathers the weight around it.
     """
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, teacher: Teacher | None = None, weight_KR: Tensor | None = None, kind: LossKind = "ce"
+        self, hidden: Tensor, teacher: Teacher | Labels | None = None, weight_KR: Tensor | None = None, kind: LossKind = "ce"
     ) -> Tensor | DistillationSums:
         if teacher is None:
             return super().forward(hidden)

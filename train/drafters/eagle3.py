@@ -28,7 +28,7 @@ from data.batch import DrafterBatch
 from data.target import TargetHeads, default_aux_layers
 from data.vocab import DraftVocabulary
 from train.attention import ttt_attention
-from train.drafters.base import DistillingHead, Drafter, DrafterConfig, FeatureRequest, LossOutput, zero_touch
+from train.drafters.base import DistillingHead, Drafter, DrafterConfig, FeatureRequest, LossOutput
 from train.drafters.llama_layer import KVCache, LayerShape, LlamaLayer
 from train.losses import LossKind, Teacher, step_weights
 
@@ -73,8 +73,13 @@ class Eagle3Config(DrafterConfig):
             raise ValueError("drafter.outside_vocabulary has no effect without a draft vocabulary: set drafter.draft_vocab_size")
 
     def vocabulary_size(self, target_vocab_size: int) -> int | None:
-        if self.draft_vocab_size is None or self.draft_vocab_size >= target_vocab_size:
+        if self.draft_vocab_size is None or self.draft_vocab_size == target_vocab_size:
             return None
+        if not 1 <= self.draft_vocab_size < target_vocab_size:
+            raise ValueError(
+                f"drafter.draft_vocab_size is {self.draft_vocab_size}, but the target has {target_vocab_size} tokens: "
+                "choose fewer, or None for all of them"
+            )
         return self.draft_vocab_size
 
 
@@ -179,7 +184,7 @@ class Eagle3(Drafter):
         metrics = {f"hits_{step}": sums.hits_K[step] for step in range(num_steps)}
         metrics |= {f"rows_{step}": sums.rows_K[step] for step in range(num_steps)}
         metrics["outside_vocabulary"] = sums.num_outside_K[0]
-        return LossOutput(loss_sum=sums.loss_sum + zero_touch(self), metrics=metrics)
+        return LossOutput(loss_sum=sums.loss_sum, metrics=metrics)
 
     def _teacher_rows(self, batch: DrafterBatch, num_steps: int) -> tuple[Tensor, Tensor]:
         """The rows of the target that judge any draft, and decay^s where step s has a supervised draft judged there.

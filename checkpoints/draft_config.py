@@ -1,0 +1,194 @@
+"""config.json of a drafter, by wire format: what the engines read of its sizes, its rotation and the target states that it joins.
+
+Place in the flow: a drafter's own sizes -> `draft_dimensions` -> checkpoints/export.py, which writes the config beside the tensors and checks both
+against the rows of checkpoints/serving.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from checkpoints.serving import aux_layer_fields, serving_format
+
+
+@dataclass(frozen=True)
+class DraftDimensions:
+    """The sizes of a draft head's Llama block, in config.json's terms."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    rms_norm_eps: float
+
+    @classmethod
+    def of_target(cls, target_config: PretrainedConfig) -> DraftDimensions:
+        """The target's own sizes: the usual choice."""
+        text = target_config.get_text_config().to_dict()
+        heads = text["num_attention_heads"]
+        return cls(
+            hidden_size=text["hidden_size"],
+            intermediate_size=text["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=text.get("num_key_value_heads") or heads,
+            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+            hidden_act=text["hidden_act"],
+            rms_norm_eps=text["rms_norm_eps"],
+        )
+
+
+def rope_fields(target_config: PretrainedConfig) -> dict[str, Any]:
+    """The target's rotary embedding in every spelling that an engine reads.
+
+    transformers 5, and so vLLM 0.32 and SGLang 0.5.23, read `rope_parameters`; older versions read `rope_theta` and
+    `rope_scaling`. A `rope_scaling` that is not null wins over `rope_parameters` in transformers 5, so it must say the same.
+
+    Raises:
+        ValueError: for a target whose layers differ in their rotation, or with multimodal sections: one draft layer has neither.
+    """
+    text = target_config.get_text_config()
+    parameters = dict(text.to_dict().get("rope_parameters") or {})
+    if "rope_theta" not in parameters or "mrope_section" in parameters:
+        raise ValueError(
+            f"the target's config has rope_parameters {parameters}, expected one rope_type and one rope_theta for all its "
+            "layers; a draft head for such a target is not supported"
+        )
+    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    is_default = scaling.get("rope_type", "default") == "default" and set(scaling) <= {"rope_type"}
+    return {
+        "rope_parameters": parameters,
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": None if is_default else scaling,
+    }
+
+
+@dataclass(frozen=True)
+class MedusaDimensions:
+    """The sizes of Medusa heads, in config.json's terms.
+
+    Attributes:
+        hidden_size: the target's.
+        num_heads: K.
+        num_hidden_layers: residual blocks of a head.
+        original_lm_head: whether one head, the target's, serves all K.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_hidden_layers: int
+    original_lm_head: bool
+
+
+Dimensions = DraftDimensions | MedusaDimensions
+
+
+def llama_block_config(target_config: PretrainedConfig, dimensions: Dimensions, architectures: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+    """The fields that every one-layer Llama draft head has.
+
+    Args:
+        target_config: the target's transformers config; vocabulary, rotation and context length are its own.
+        dimensions: the draft block's sizes.
+        architectures: of the wire format.
+        dtype: dtype of the exported tensors.
+    """
+    assert isinstance(dimensions, DraftDimensions)
+    text = target_config.get_text_config()
+    dtype_name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": list(architectures),
+        "model_type": "llama",
+        "vocab_size": text.vocab_size,
+        "hidden_size": dimensions.hidden_size,
+        "intermediate_size": dimensions.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": dimensions.num_attention_heads,
+        "num_key_value_heads": dimensions.num_key_value_heads,
+        "head_dim": dimensions.head_dim,
+        "hidden_act": dimensions.hidden_act,
+        "rms_norm_eps": dimensions.rms_norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        # SGLang refuses a draft context that is shorter than the target's.
+        "max_position_embeddings": text.max_position_embeddings,
+        "bos_token_id": text.bos_token_id,
+        "eos_token_id": text.eos_token_id,
+        **rope_fields(target_config),
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,
+    }
+
+
+def eagle3_config(
+    tensors: Mapping[str, Tensor], target_config: PretrainedConfig, dimensions: Dimensions, aux_layers: Sequence[int], dtype: torch.dtype
+) -> dict[str, Any]:
+    """config.json of an EAGLE-3 head; the rows of its `lm_head` are the draft vocabulary."""
+    if "lm_head.weight" not in tensors:
+        raise ValueError(f"the drafter has no lm_head.weight; found {', '.join(sorted(tensors))}")
+    text = target_config.get_text_config()
+    config = llama_block_config(target_config, dimensions, serving_format("eagle3").architectures, dtype)
+    config |= {
+        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
+        "norm_before_residual": False,
+        **aux_layer_fields(aux_layers, text.num_hidden_layers),
+    }
+    if text.hidden_size != dimensions.hidden_size:
+        config["target_hidden_size"] = text.hidden_size
+    return config
+
+
+def eagle1_config(
+    tensors: Mapping[str, Tensor], target_config: PretrainedConfig, dimensions: Dimensions, aux_layers: Sequence[int], dtype: torch.dtype
+) -> dict[str, Any]:
+    """config.json of an EAGLE-1 head."""
+    return llama_block_config(target_config, dimensions, serving_format("eagle1").architectures, dtype)
+
+
+def medusa_config(
+    tensors: Mapping[str, Tensor], target_config: PretrainedConfig, dimensions: Dimensions, aux_layers: Sequence[int], dtype: torch.dtype
+) -> dict[str, Any]:
+    """config.json of Medusa heads.
+
+    vLLM takes any key with "num" and "heads" (or "layers") in it for the number of heads (or blocks): there is no further such field.
+    """
+    assert isinstance(dimensions, MedusaDimensions)
+    dtype_name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": list(serving_format("medusa1").architectures),
+        "model_type": "medusa",
+        "vocab_size": target_config.get_text_config().vocab_size,
+        **asdict(dimensions),
+        "medusa_fc_bias": True,
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,
+    }
+
+
+class ConfigBuilder(Protocol):
+    """Makes config.json from what a drafter exports."""
+
+    def __call__(
+        self, tensors: Mapping[str, Tensor], target_config: PretrainedConfig, dimensions: Dimensions, aux_layers: Sequence[int], dtype: torch.dtype
+    ) -> dict[str, Any]: ...
+
+
+# By wire format: how its config.json is made, and from which sizes.
+CONFIG_BUILDERS: dict[str, tuple[ConfigBuilder, type[Dimensions]]] = {
+    "eagle3": (eagle3_config, DraftDimensions),
+    "eagle1": (eagle1_config, DraftDimensions),
+    "medusa": (medusa_config, MedusaDimensions),
+}
+
+
+def draft_dimensions(algorithm: str, sizes: Mapping[str, Any]) -> Dimensions:
+    """A drafter's own sizes (`Drafter.export_dimensions`) as its wire format takes them."""
+    _, dimensions_class = CONFIG_BUILDERS[serving_format(algorithm).name]
+    return dimensions_class(**sizes)

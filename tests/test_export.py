@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from checkpoints.draft_config import DraftDimensions
+from checkpoints.draft_config import DraftDimensions, MedusaDimensions, draft_dimensions
 from checkpoints.export import export_drafter, read_export, validate_export
 from checkpoints.provenance import Provenance, collect_provenance, config_digest
 
@@ -267,6 +267,141 @@ def test_an_earlier_export_is_replaced_and_nothing_else_ever(tmp_path):
     with pytest.raises(ValueError, match=r"thesis\.txt"):
         export(tmp_path)
     assert (directory / "thesis.txt").read_text() == "years of work"
+
+
+# --- EAGLE-1 and Medusa -----------------------------------------------------------------------------------------------
+
+
+def eagle1_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "fc.weight": torch.randn(16, 32),
+        "fc.bias": torch.zeros(16),
+        "layers.0.self_attn.q_proj.weight": torch.randn(32, 16),
+        "layers.0.self_attn.k_proj.weight": torch.randn(16, 16),
+        "layers.0.self_attn.v_proj.weight": torch.randn(16, 16),
+        "layers.0.self_attn.o_proj.weight": torch.randn(16, 32),
+        "layers.0.mlp.gate_proj.weight": torch.randn(24, 16),
+        "layers.0.mlp.up_proj.weight": torch.randn(24, 16),
+        "layers.0.mlp.down_proj.weight": torch.randn(16, 24),
+        "layers.0.post_attention_layernorm.weight": torch.randn(16),
+    }
+
+
+def medusa_tensors(num_heads: int = 2, num_layers: int = 2, is_shared: bool = False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = {"lm_head.weight": torch.randn(V, H)} if is_shared else {f"lm_heads.{head}.weight": torch.randn(V, H) for head in range(num_heads)}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            tensors[f"blocks.{head}.layers.{layer}.weight"] = torch.randn(H, H)
+            tensors[f"blocks.{head}.layers.{layer}.bias"] = torch.randn(H)
+    return tensors
+
+
+def export_other(tmp_path, algorithm, tensors, dimensions):
+    return export_drafter(
+        tensors,
+        algorithm=algorithm,
+        target_config=target_config(),
+        dimensions=dimensions,
+        aux_layers=(),
+        dtype=torch.float32,
+        out_dir=tmp_path / "export",
+        provenance=PROVENANCE,
+    )
+
+
+def test_an_eagle1_export_says_what_both_engines_read(tmp_path):
+    tensors = eagle1_tensors()
+    config, reloaded = read_export(export_other(tmp_path, "eagle1", tensors, DraftDimensions.of_target(target_config())))
+    assert reloaded.keys() == tensors.keys()
+    assert config == {
+        "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "layers.0.input_layernorm.weight", "fc_norm.weight"])
+def test_tensors_on_which_vllm_raises_are_refused_in_an_eagle1_export(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name} is unexpected"):
+        export_other(tmp_path, "eagle1", eagle1_tensors() | {name: torch.ones(16)}, DraftDimensions.of_target(target_config()))
+
+
+@pytest.mark.parametrize("name", list(eagle1_tensors()))
+def test_each_missing_tensor_of_eagle1_is_refused_by_name(tmp_path, name):
+    tensors = eagle1_tensors()
+    del tensors[name]
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        export_other(tmp_path, "eagle1", tensors, DraftDimensions.of_target(target_config()))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_medusa_export_says_what_vllm_reads(tmp_path, is_shared):
+    tensors = medusa_tensors(is_shared=is_shared)
+    config, reloaded = read_export(export_other(tmp_path, "medusa1", tensors, MedusaDimensions(H, 2, 2, is_shared)))
+    assert reloaded.keys() == tensors.keys()
+    assert config == {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "num_hidden_layers": 2,
+        "medusa_fc_bias": True,
+        "original_lm_head": is_shared,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def test_medusa_heads_that_are_too_few_or_too_many_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"lm_heads\.2\.weight is missing"):
+        export_other(tmp_path, "medusa1", medusa_tensors(), MedusaDimensions(H, 3, 2, False))
+    with pytest.raises(ValueError, match=r"blocks\.1\.layers\.0\.bias is unexpected"):
+        export_other(tmp_path, "medusa1", medusa_tensors(), MedusaDimensions(H, 1, 2, False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "REMOVE"}, "lacks 'hidden_size'.*4096"),
+        ({"medusa_fc_bias": False}, "medusa_fc_bias = false, expected true .*drops the biases"),
+        ({"medusa_fc_bias": "REMOVE"}, "lacks 'medusa_fc_bias'.*drops the biases"),
+        ({"num_heads": 3}, r"lm_heads\.2\.weight is missing"),
+        ({"original_lm_head": True}, r"lm_head\.weight is missing"),
+        ({"original_lm_head": None}, "original_lm_head = null"),
+    ],
+)
+def test_a_wrong_field_of_a_medusa_config_is_refused(tmp_path, changes, message):
+    directory = export_other(tmp_path, "medusa1", medusa_tensors(), MedusaDimensions(H, 2, 2, False))
+    rewrite_config(directory, **changes)
+    with pytest.raises(ValueError, match=message):
+        validate_export(directory)
+
+
+def test_a_drafters_sizes_become_those_of_its_format():
+    sizes = {"hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1, "original_lm_head": False}
+    assert draft_dimensions("medusa1", sizes) == MedusaDimensions(16, 2, 1, False)
 
 
 def test_files_that_are_no_export_give_one_clear_error(tmp_path):

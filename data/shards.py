@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -35,6 +36,7 @@ from data.batch import Features
 
 SCHEMA_VERSION = 1
 INDEX_FILE = "index.json"
+_BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def cut_shards(lengths: Sequence[int] | np.ndarray, shard_tokens: int) -> list[S
     shards: list[Shard] = []
     first, tokens = 0, 0
     for index, length in enumerate([*lengths, None]):
-        if tokens and (length is None or tokens + length > shard_tokens):
+        if index > first and (length is None or tokens + length > shard_tokens):
             shards.append(Shard(f"shard_{len(shards):05d}.safetensors", first, index, tokens))
             first, tokens = index, 0
         tokens += 0 if length is None else int(length)
@@ -101,6 +103,9 @@ def write_shard(folder: Path, shard: Shard, packs: Sequence[Features]) -> None:
         folder: the store.
         shard: from `cut_shards`.
         packs: features of its documents, in order.
+
+    Raises:
+        ValueError: if the disk does not take it.
     """
     tensors = {
         "input_ids": torch.cat([pack.input_ids_T for pack in packs]).to(device="cpu", dtype=torch.int32),
@@ -111,7 +116,11 @@ def write_shard(folder: Path, shard: Shard, packs: Sequence[Features]) -> None:
         if present:
             tensors[name] = torch.cat(present).cpu().contiguous()
     partial = folder / f"{shard.name}.partial"
-    save_file(tensors, partial)
+    try:
+        save_file(tensors, partial)
+    except (SafetensorError, OSError) as error:
+        partial.unlink(missing_ok=True)
+        raise ValueError(f"{folder / shard.name} cannot be written ({error}): make room, then run the recipe again; it goes on there") from error
     digest = _sha256(partial)
     entry = Shard(shard.name, shard.first, shard.end, shard.num_tokens, partial.stat().st_size, digest)
     _flush(partial)
@@ -124,9 +133,32 @@ def finished_shard(folder: Path, shard: Shard) -> Shard | None:
     path, entry_path = folder / shard.name, folder / _entry_name(shard.name)
     if not (path.exists() and entry_path.exists()):
         return None
-    entry = Shard(**json.loads(entry_path.read_text()))
+    try:
+        entry = Shard(**json.loads(entry_path.read_text()))
+    except (TypeError, json.JSONDecodeError):
+        return None  # mangled: the shard is written again
     same = (entry.first, entry.end, entry.num_tokens) == (shard.first, shard.end, shard.num_tokens)
     return entry if same and path.stat().st_size == entry.num_bytes else None
+
+
+def discard_if_damaged(folder: Path, shard: Shard) -> None:
+    """Forgets a finished shard whose bytes are not those of its checksum, so that it is written again; says so.
+
+    What a shard's writer left of an earlier attempt goes too: it takes room.
+    """
+    (folder / f"{shard.name}.partial").unlink(missing_ok=True)
+    entry = finished_shard(folder, shard)
+    if entry is not None and _sha256(folder / shard.name) != entry.sha256:
+        print(f"{folder / shard.name} is damaged (its SHA-256 is not the one it was written with): it is extracted again", flush=True)
+        _entry_path(folder / shard.name).unlink()
+
+
+def remove_strangers(folder: Path, shards: Sequence[Shard]) -> None:
+    """Removes the shards of an earlier cut, which no index names any more."""
+    kept = {name for shard in shards for name in (shard.name, _entry_name(shard.name))}
+    for path in folder.glob("shard_*"):
+        if path.name not in kept:
+            path.unlink()
 
 
 def write_index(folder: Path, header: StoreHeader, lengths: Sequence[int] | np.ndarray, shards: Sequence[Shard]) -> None:
@@ -154,41 +186,40 @@ class FeatureStore:
         """Opens a store.
 
         Raises:
-            ValueError: if it is missing, unfinished, of another schema, or a shard's file is missing or has changed its size.
+            ValueError: if it is missing, unfinished, mangled, of another schema, or a shard's file is missing or has changed its size.
         """
         index = folder / INDEX_FILE
         if not index.exists():
             raise ValueError(f"{folder} holds no finished store of hidden states ({INDEX_FILE} is missing): run the recipe again to extract it")
-        document = json.loads(index.read_text())
-        found = document["header"].get("schema_version")
-        if found != SCHEMA_VERSION:
-            raise ValueError(f"{index} has schema version {found}, this code reads {SCHEMA_VERSION}: delete {folder} to extract it again")
-        header = StoreHeader(**{**document["header"], "aux_layers": tuple(document["header"]["aux_layers"])})
-        shards = [Shard(**entry) for entry in document["shards"]]
+        header, lengths, shards = _read_index(index)
         for shard in shards:
             path = folder / shard.name
             size = path.stat().st_size if path.exists() else None
             if size != shard.num_bytes:
                 state = "is missing" if size is None else f"has {size:,} bytes"
-                raise ValueError(f"{path} {state}, expected {shard.num_bytes:,} bytes: delete {_entry_path(path)} and run the recipe again")
-        return cls(folder, header, np.array(document["document_lengths"], dtype=np.int64), shards)
+                raise ValueError(f"{path} {state}, expected {shard.num_bytes:,} bytes: {_again(folder)}")
+        return cls(folder, header, lengths, shards)
 
-    def verify(self) -> None:
-        """Compares every shard with its checksum.
+    def verify(self, rank: int = 0, world_size: int = 1) -> None:
+        """Compares this rank's share of the shards with their checksums: reads them wholly, so it takes as long as the disk does.
+
+        `open` compares sizes only, and `extract` the checksums of what an interrupted run left; `python -m data.shards FOLDER` is this.
 
         Raises:
             ValueError: naming the first damaged shard.
         """
-        for shard in self.shards:
+        for shard in self.shards[rank::world_size]:
             path = self.folder / shard.name
             if _sha256(path) != shard.sha256:
-                raise ValueError(f"{path} is damaged (its SHA-256 is not that of the index): delete {_entry_path(path)} and run the recipe again")
+                raise ValueError(f"{path} is damaged (its SHA-256 is not that of the index): {_again(self.folder)}")
 
     def require(self, aux_layers: Sequence[int], last: bool) -> None:
         """Raises ValueError where the store lacks states that a drafter reads."""
         missing = [str(layer) for layer in aux_layers if layer not in self.header.aux_layers]
-        if missing or (last and not self.header.has_last):
-            lacks = f"layers {', '.join(missing)}" if missing else "the last hidden state"
+        lacks = " and ".join(
+            ([f"layers {', '.join(missing)}"] if missing else []) + (["the last hidden state"] if last and not self.header.has_last else [])
+        )
+        if lacks:
             raise ValueError(
                 f"{self.folder} holds layers {list(self.header.aux_layers)} and {'the' if self.header.has_last else 'no'} last hidden state; "
                 f"the recipe wants layers {list(aux_layers)}{' and the last hidden state' if last else ''}, so {lacks} must be extracted: "
@@ -235,9 +266,28 @@ class FeatureStore:
     def _slice(self, shard_name: str, tensor_name: str, rows: slice) -> Tensor:
         try:
             return self._open(shard_name).get_slice(tensor_name)[rows]
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             path = self.folder / shard_name
-            raise ValueError(f"{path} is damaged ({error}): delete {_entry_path(path)} and run the recipe again") from error
+            raise ValueError(f"{path} is damaged ({error}): {_again(self.folder)}") from error
+
+
+def _read_index(path: Path) -> tuple[StoreHeader, np.ndarray, list[Shard]]:
+    again = f"delete {path.parent} to extract it again"
+    try:
+        document = json.loads(path.read_text())
+        found = document["header"]["schema_version"]
+        if found == SCHEMA_VERSION:
+            header = StoreHeader(**{**document["header"], "aux_layers": tuple(document["header"]["aux_layers"])})
+            lengths = np.array(document["document_lengths"], dtype=np.int64)
+            return header, lengths, [Shard(**entry) for entry in document["shards"]]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): {again}") from error
+    raise ValueError(f"{path} has schema version {found}, this code reads {SCHEMA_VERSION}: {again}")
+
+
+def _again(folder: Path) -> str:
+    """What to do about a damaged store: without its index it counts as unfinished, and what is damaged in it is extracted again."""
+    return f"delete {folder / INDEX_FILE} and run the recipe again, which extracts what is damaged"
 
 
 def _entry_name(shard_name: str) -> str:
@@ -249,8 +299,11 @@ def _entry_path(shard_path: Path) -> Path:
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -266,3 +319,20 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`python -m data.shards FOLDER`: checks a store against its checksums."""
+    if len(arguments) != 1:
+        raise SystemExit("usage: python -m data.shards FOLDER")
+    try:
+        store = FeatureStore.open(Path(arguments[0]))
+        store.verify()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    num_bytes = sum(shard.num_bytes for shard in store.shards)
+    print(f"{arguments[0]}: {len(store.shards):,} shards, {len(store.document_lengths):,} documents, {num_bytes / 1e9:,.2f} GB, all whole")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

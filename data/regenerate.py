@@ -8,10 +8,13 @@ Each conversation's first user turn is answered greedily. Answers are appended t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import torch
 from datasets import Dataset, Features, Sequence, Value
 
 from data.generate import GeneratedAnswer, generate_greedy
@@ -51,12 +54,16 @@ def regenerate(
         batch_sequences: prompts answered together.
 
     Beside the split it writes regeneration.json: conversations, answered, left out as too long or as repeating an earlier prompt, cut off.
+
+    Raises:
+        ValueError: if no conversation has a prompt that is short enough.
     """
     chosen, counts = _choose(samples, max_samples, max_prompt_tokens)
     work = folder.with_name(f"{folder.name}.work")
     work.mkdir(parents=True, exist_ok=True)
-    settings = {"prompts": len(chosen), "max_new_tokens": max_new_tokens}
-    answers = _read_answers(work / _ANSWERS_FILE, settings)
+    answers = _read_answers(work / _ANSWERS_FILE, _settings(target, chosen, max_new_tokens))
+    if answers:
+        print(f"regenerate: {len(answers):,} of {len(chosen):,} answers are there from an interrupted run", flush=True)
     missing = [index for index in range(len(chosen)) if index not in answers]
     progress = Progress("regenerate", "answers", len(missing))
     with (work / _ANSWERS_FILE).open("a") as file:
@@ -74,6 +81,7 @@ def regenerate(
     counts["answered"] = len(rows)
     counts["cut_off"] = sum(row["input_ids"][-1] not in target.end_ids for row in rows)
     shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(work / "split", ignore_errors=True)
     Dataset.from_list(rows, features=_COLUMNS).save_to_disk(str(work / "split"))
     (work / "split").replace(folder)
     (folder / "regeneration.json").write_text(json.dumps(counts, indent=2) + "\n")
@@ -105,23 +113,40 @@ def _choose(samples: Dataset, max_samples: int | None, max_prompt_tokens: int) -
     return chosen, counts
 
 
-def _read_answers(path: Path, settings: dict[str, int]) -> dict[int, list[int]]:
-    """Answers of an interrupted run with the same settings; a last line cut in the middle is dropped."""
-    answers: dict[int, list[int]] = {}
-    lines = path.read_text().splitlines() if path.exists() else []
-    if not lines or json.loads(lines[0]) != settings:
-        path.write_text(json.dumps(settings) + "\n")
-        return answers
-    whole = [lines[0]]
-    for line in lines[1:]:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        answers[record["index"]] = record["answer_ids"]
-        whole.append(line)
-    path.write_text("".join(f"{line}\n" for line in whole))
-    return answers
+def _settings(target: Target, chosen: list[dict], max_new_tokens: int) -> dict[str, Any]:
+    """What the answers depend on: an interrupted run's answers are used only where all of it is the same."""
+    prompts = hashlib.sha256(json.dumps([sample["prompt_ids"] for sample in chosen]).encode()).hexdigest()
+    # A few values of every tensor tell one target, and one dtype, from another.
+    values = torch.cat([_some_of(parameter.detach().flatten()) for parameter in target.model.parameters()])
+    weights = hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()
+    return {
+        "prompts": prompts,
+        "weights": weights,
+        "dtype": str(target.dtype),
+        "end_ids": sorted(target.end_ids),
+        "max_new_tokens": max_new_tokens,
+    }
+
+
+def _some_of(values: torch.Tensor) -> torch.Tensor:
+    return values[:: max(1, len(values) // 64)].float()
+
+
+def _read_answers(path: Path, settings: dict[str, Any]) -> dict[int, list[int]]:
+    """Answers of an interrupted run with the same settings; a line that the kill cut off is dropped, and its prompt answered again."""
+    records = [_record(line) for line in (path.read_text().splitlines() if path.exists() else [])]
+    whole = [record for record in records[1:] if record is not None] if records and records[0] == settings else []
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(f"{json.dumps(record)}\n" for record in [settings, *whole]))
+    partial.replace(path)
+    return {record["index"]: record["answer_ids"] for record in whole}
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
 
 
 def _sample(prompt: dict, answer_ids: list[int]) -> dict:

@@ -6,6 +6,7 @@ splits numbers into digits, which is put back.
 
 from __future__ import annotations
 
+import os
 import shutil
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -21,14 +22,16 @@ def make_smollm2(folder: Path) -> Path:
     """Writes the model in bf16 safetensors to `folder`, unless it is there already.
 
     Raises:
-        ValueError: if the package is not installed.
+        ValueError: if the package is not installed, or the folder holds something else.
     """
     if (folder / "config.json").exists():
         return folder
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} exists but holds no config.json, expected a model or nothing: delete it and run again")
     gguf = _gguf_path()
     print(f"unpacking SmolLM2-135M-Instruct to {folder}", flush=True)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    # Every process of a launch may come here at once: each unpacks for itself, and the first one's is kept.
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
@@ -37,7 +40,12 @@ def make_smollm2(folder: Path) -> Path:
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
     tokenizer.save_pretrained(partial)
-    partial.replace(folder)
+    try:
+        partial.replace(folder)
+    except OSError:
+        if not (folder / "config.json").exists():
+            raise
+        shutil.rmtree(partial)
     return folder
 
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eval.evaluation import Evaluation
+from recipes.eagle3 import recipe
+from train.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 CHATML = (
@@ -60,30 +73,32 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sharegpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty short conversations with questions and answers of different lengths."""
+    """Forty short conversations, and twenty whose question leaves room for one token of the answer: those supervise nothing."""
     rng = random.Random(0)
-
-    def words() -> str:
-        return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 8)))
-
+    texts = [(_words(rng), _words(rng)) for _ in range(40)] + [(f"{number:02d}" * 38, "yes") for number in range(20)]
     records = [
-        {"id": f"c{number}", "conversations": [{"from": ("human", "gpt")[turn % 2], "value": words()} for turn in range(2)]} for number in range(40)
+        {"id": f"c{number}", "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+        for number, (question, answer) in enumerate(texts)
     ]
     path = tmp_path_factory.mktemp("data") / "sharegpt.json"
     path.write_text(json.dumps(records))
     return path
 
 
+def _words(rng: random.Random) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 8)))
+
+
 @pytest.fixture(scope="session")
 def tiny_arguments(tiny_target: Path, sharegpt: Path) -> list[str]:
-    """Command-line overrides that make recipes/eagle3.py a run of seconds: 4 packs a step, 6 steps; `--name` and `--runs-dir` are the caller's."""
+    """Overrides that make recipes/eagle3.py a run of seconds: 6 steps of 4 packs; `--name` and `--runs-dir` are the caller's."""
     options = {
         "target.model": tiny_target,
         "data.sources": sharegpt,
         "data.max-length": 96,
-        "data.num-heldout": 8,
+        "data.num-heldout": 12,
         "data.num-workers": 1,
-        "drafter.draft-vocab-size": 40,
+        "drafter.draft-vocab-size": 128,
         "drafter.ttt-steps": 3,
         "optim.learning-rate": 3e-3,
         "train.max-steps": 6,
@@ -93,9 +108,99 @@ def tiny_arguments(tiny_target: Path, sharegpt: Path) -> list[str]:
         "train.save-every": 2,
         "train.log-every": 1,
         "eval.num-prompts": 4,
-        "eval.num-selection-prompts": 2,
+        "eval.num-selection-prompts": 4,
         "eval.max-new-tokens": 8,
         "eval.draft-length": 2,
         "eval.num-speedup-prompts": 1,
     }
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Starts recipes/eagle3.py in the ways a user has, from a bare copy of the checkout and another working directory.
+
+    Attributes:
+        checkout: the six packages and nothing else; not installed.
+        runs_dir: where the runs go.
+        arguments: of every run.
+    """
+
+    checkout: Path
+    runs_dir: Path
+    arguments: list[str]
+
+    def command(self, how: str, name: str, *overrides: str) -> list[str]:
+        """The command line: `how` is python, torchrun or deepspeed, the latter two with two ranks."""
+        binaries = Path(sys.executable).parent
+        recipe, launch = str(self.checkout / "recipes" / "eagle3.py"), str(self.checkout / "launch" / "train_eagle3.py")
+        port = str(_free_port())
+        start = {
+            "python": [sys.executable, recipe],
+            "torchrun": [str(binaries / "torchrun"), "--nproc-per-node", "2", "--master-port", port, recipe],
+            "deepspeed": [str(binaries / "deepspeed"), "--num_accelerators", "2", "--master_port", port, launch],
+        }[how]
+        return [*start, "--name", name, "--runs-dir", str(self.runs_dir), *self.arguments, *overrides]
+
+    def start(self, how: str, name: str, *overrides: str, **variables: str) -> subprocess.Popen[str]:
+        """Starts the command in a process group of its own."""
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1", **variables}
+        return subprocess.Popen(
+            self.command(how, name, *overrides),
+            cwd=self.runs_dir,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __call__(self, how: str, name: str, *overrides: str, timeout_s: float = 240, **variables: str) -> tuple[int, str]:
+        """(exit code, output) of the whole command; nothing of it is left running."""
+        process = self.start(how, name, *overrides, **variables)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        finally:
+            self.kill(process)
+            for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
+                path.unlink(missing_ok=True)
+        return process.returncode, output
+
+    def kill(self, process: subprocess.Popen[str]) -> None:
+        """kill -9 for a started command with all its ranks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def here(self, name: str, *overrides: str) -> None:
+        """The same as "python" inside this process: without the seconds of starting one."""
+        torch.set_num_threads(1)  # as the started ones have, so that results are equal bit for bit
+        main(recipe(), Evaluation(), ["--name", name, "--runs-dir", str(self.runs_dir), *self.arguments, *overrides])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages alone, as a clone has them."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for package in ("train", "data", "checkpoints", "eval", "recipes", "launch"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def launcher_in(bare_checkout: Path, tiny_arguments: list[str]) -> Callable[[Path], Launcher]:
+    """Makes launchers with a given runs folder."""
+    return lambda runs_dir: Launcher(bare_checkout, runs_dir, tiny_arguments)
+
+
+@pytest.fixture
+def launcher(bare_checkout: Path, tmp_path: Path, tiny_arguments: list[str]) -> Launcher:
+    """A launcher with a runs folder of its own."""
+    return Launcher(bare_checkout, tmp_path, tiny_arguments)

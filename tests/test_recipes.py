@@ -1,16 +1,27 @@
-"""Every recipe runs to its end on the same data, and one store of hidden states serves them all."""
+"""Every recipe runs to its end on the same data, from one store of hidden states, whatever the processes and interruptions.
+
+Processes and interruptions in depth are the matter of test_engine.py and test_resume.py, with EAGLE-3; here each algorithm shows that it has nothing
+of its own that breaks them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from checkpoints.export import validate_export
 from eval.evaluation import Evaluation
 from train.cli import main
+from train.run import Run
 
 ALGORITHMS = ("eagle3", "eagle1", "medusa1")
 
@@ -21,6 +32,8 @@ def shared_arguments(tiny_arguments: list[str], tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("recipes")
     pairs = zip(tiny_arguments[::2], tiny_arguments[1::2], strict=True)
     common = [part for pair in pairs if not pair[0].startswith("--drafter.") for part in pair]
+    # Only the last step is measured and exported: the one where differences have had the time to grow.
+    common += ["--train.heldout-every", "6"]
     return [*common, "--runs-dir", str(folder / "runs"), "--features.path", str(folder / "store")]
 
 
@@ -67,3 +80,47 @@ def test_a_store_of_other_documents_is_refused(runs: dict[str, Path], shared_arg
     with pytest.raises(SystemExit):
         run("eagle1", [*shared_arguments, "--name", "other", "--data.max-length", "64"])
     assert "holds states of something else: samples" in capsys.readouterr().err
+
+
+def assert_same_weights(run_dir: Path, reference: Path, tolerance: float) -> None:
+    tensors, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run_dir, reference))
+    assert tensors.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle1", "medusa1"])
+def test_a_run_that_was_interrupted_ends_with_the_same_bits(
+    runs: dict[str, Path], shared_arguments: list[str], algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Run._save
+
+    def save_and_stop(self: Run, engine: Any, step: int) -> None:
+        save(self, engine, step)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(algorithm, [*shared_arguments, "--name", "interrupted"])
+    torch.manual_seed(12345)  # another process has another random state
+    run(algorithm, [*shared_arguments, "--name", "interrupted"])
+    assert_same_weights(runs[algorithm].parent / "interrupted", runs[algorithm], tolerance=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["eagle1", "medusa1"])
+@pytest.mark.parametrize(
+    ("how", "overrides"), [("torchrun", ()), ("deepspeed", ()), ("deepspeed", ("ds_zero1.json",)), ("deepspeed", ("ds_zero3.json",))]
+)
+def test_two_ranks_end_like_one_process(
+    launcher: Any, runs: dict[str, Path], shared_arguments: list[str], algorithm: str, how: str, overrides: tuple[str, ...]
+) -> None:
+    arguments = [part for option in overrides for part in ("--train.deepspeed-config", str(launcher.checkout / "launch" / option))]
+    started = dataclasses.replace(launcher, arguments=shared_arguments).command(how, "two", *arguments, "--runs-dir", str(launcher.runs_dir))
+    command = [part.replace("eagle3.py", f"{algorithm}.py") for part in started]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    finished = subprocess.run(command, cwd=launcher.runs_dir, env=environment, text=True, capture_output=True, timeout=240)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert_same_weights(launcher.runs_dir / "two", runs[algorithm], tolerance=1e-5)

@@ -50,8 +50,9 @@ def main(recipe: RunConfig, evaluator: Evaluator, arguments: Sequence[str] | Non
     except (ValueError, OSError, SafetensorError) as error:
         _stop(rank, f"error: {' '.join(str(error).split())}")
     except RuntimeError as error:
-        if rank > 0 and "Connection closed by peer" in str(error):
-            _stop(rank, "error: another rank has stopped")
+        # What gloo says where another rank has gone; that one has said why.
+        if "RANK" in os.environ and ("closed by peer" in str(error) or "reset by peer" in str(error)):
+            _stop(rank, "error: another rank has stopped, so this one does too")
         raise
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from checkpoints.resume import load_optimizer, save_optimizer
 from data.batch import DrafterBatch
+from data.loader import check_divisible
 from train.drafters.base import Drafter
 from train.optim import OptimConfig, build_optimizer, set_rate
 
@@ -189,6 +190,13 @@ class TorchEngine:
         if not self.processes.is_main:
             return {}
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self._drafter.state_dict().items()}
+
+
+def check_launch(packs_per_step: int, deepspeed_config: Path | None) -> None:
+    """Raises ValueError where the ranks of this launch cannot share the packs of a step, or the ZeRO file is wrong: before any work is done."""
+    check_divisible(packs_per_step, int(os.environ.get("WORLD_SIZE", 1)))
+    if deepspeed_config is not None:
+        read_deepspeed_config(deepspeed_config)
 
 
 _RECIPE_DECIDES = (

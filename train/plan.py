@@ -19,11 +19,13 @@ from transformers import PretrainedConfig
 
 from data.chat import ChatTokenizer, SampleError
 from data.conversations import read_conversations
+from data.extract import document_lengths
 from data.report import DataReport
 from data.target import TargetHeads, load_tokenizer, stored_dtype, target_hf_config
 from data.vocab import DraftVocabulary
 from train.config import RunConfig
 from train.drafters.base import FeatureRequest, load_drafter_class
+from train.engine import check_launch
 
 _SAMPLE_CONVERSATIONS = 200
 
@@ -56,6 +58,7 @@ class Plan:
 
 def make_plan(config: RunConfig) -> Plan:
     """Computes the plan; reads configs and, if need be, the head of the source."""
+    check_launch(config.train.packs_per_step, config.train.deepspeed_config)
     target = target_hf_config(config.target)
     request = load_drafter_class(config.drafter.algorithm).feature_request_of(config.drafter, target)
     num_parameters = _num_parameters(config, target)
@@ -115,7 +118,7 @@ def _tokens(config: RunConfig) -> tuple[int, int, bool]:
     if folder.exists():
         loaded = load_from_disk(str(folder))
         samples = loaded if isinstance(loaded, Dataset) else loaded["train"]
-        return len(samples), sum(len(ids) for ids in samples["input_ids"]), True
+        return len(samples), int(document_lengths(samples).sum()), True
     conversations = (item for source in config.data.sources for item in read_conversations(source, DataReport()))
     chat = ChatTokenizer(load_tokenizer(config.target))
     results = chat.tokenize(list(itertools.islice(conversations, _SAMPLE_CONVERSATIONS)), config.data.max_length)

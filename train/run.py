@@ -47,7 +47,7 @@ from checkpoints.resume import (
 from data.batch import Features, drafter_batch
 from data.extract import document_lengths, extract, finish_store, is_served_by
 from data.heldout import EvalConfig
-from data.loader import PackPlan, check_divisible, load_steps
+from data.loader import PackPlan, load_steps
 from data.prepare import prepare
 from data.regenerate import regenerate
 from data.shards import FeatureStore, StoreHeader
@@ -55,7 +55,7 @@ from data.target import Target, TargetConfig, TargetHeads, load_target_heads, lo
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
 from train.config import RunConfig, save_config, to_json
 from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
-from train.engine import DeepSpeedEngine, Engine, Precision, Processes, TorchEngine, read_deepspeed_config
+from train.engine import DeepSpeedEngine, Engine, Precision, Processes, TorchEngine, check_launch, read_deepspeed_config
 from train.metrics import MetricsLog
 from train.stages import Stage, StageRecords, source_identity
 
@@ -96,8 +96,7 @@ class Evaluator(Protocol):
 
 def run(config: RunConfig, evaluator: Evaluator) -> None:
     """Runs every stage that is missing or stale."""
-    if config.train.deepspeed_config is not None:
-        read_deepspeed_config(config.train.deepspeed_config)  # its errors before any work
+    check_launch(config.train.packs_per_step, config.train.deepspeed_config)
     processes = Processes(config.train.engine)
     stages = Run(config, evaluator, processes)
     stages.prepare()
@@ -114,7 +113,6 @@ class Run:
     """The stages of one run and what they share."""
 
     def __init__(self, config: RunConfig, evaluator: Evaluator, processes: Processes) -> None:
-        check_divisible(config.train.packs_per_step, processes.world_size)
         self.config = config
         self.evaluator = evaluator
         self.processes = processes

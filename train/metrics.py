@@ -140,9 +140,12 @@ def start_wandb(log: LogConfig, config: RunConfig, run_id: str) -> Any:
 
     Returns None, with a printed reason, where wandb cannot even start offline: losing a tracker never ends a run.
     """
-    import wandb
-
     run_dir = config.run_dir
+    try:
+        import wandb
+    except ImportError as error:
+        print(f"wandb could not start ({error}); the run goes on, metrics are in {run_dir}/metrics.jsonl", flush=True)
+        return None
     arguments: dict[str, Any] = {
         "project": log.wandb_project,
         "name": config.name,
@@ -157,9 +160,10 @@ def start_wandb(log: LogConfig, config: RunConfig, run_id: str) -> Any:
         try:
             return wandb.init(**arguments, settings=settings)
         except Exception as error:
-            print(f"wandb is not reachable ({str(error).splitlines()[0]}); logging offline to {run_dir}/wandb: `wandb sync` it later")
+            reason = " ".join(str(error).split())[:200]
+            print(f"wandb is not reachable ({reason}); logging offline to {run_dir}/wandb: `wandb sync` it later", flush=True)
     try:
         return wandb.init(**arguments, mode="disabled" if os.environ.get("WANDB_MODE") == "disabled" else "offline")
     except Exception as error:
-        print(f"wandb could not start ({error}); the run goes on, metrics are in {run_dir}/metrics.jsonl")
+        print(f"wandb could not start ({error}); the run goes on, metrics are in {run_dir}/metrics.jsonl", flush=True)
         return None

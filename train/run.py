@@ -50,7 +50,7 @@ from data.heldout import EvalConfig
 from data.loader import PackPlan, load_steps
 from data.prepare import prepare
 from data.regenerate import regenerate
-from data.shards import FeatureStore, StoreHeader
+from data.shards import INDEX_FILE, FeatureStore, StoreHeader
 from data.target import Target, TargetConfig, TargetHeads, load_target_heads, load_tokenizer, stored_dtype, target_fingerprint, target_hf_config
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
 from train.config import RunConfig, save_config, to_json
@@ -135,7 +135,7 @@ class Run:
         data = self.config.data
         sources = [source_identity(source, version) for source in data.sources]
         settings = {name: value for name, value in to_json(data).items() if name not in ("sources", "num_workers")}
-        self.prepare_stage = Stage("prepare", {"sources": sources, "target": self.target_id, **settings})
+        self.prepare_stage = Stage("prepare", {"sources": sources, "target": self.target_id, **settings}, self.run_dir / "data_report.json")
 
         def work() -> None:
             report = prepare(data, load_tokenizer(self.config.target), self.run_dir / "data")
@@ -148,7 +148,8 @@ class Run:
         """The held-out prompts, answered by the target."""
         settings = to_json(self.config.eval)
         inputs = {name: settings[name] for name in ("num_prompts", "num_selection_prompts", "max_prompt_tokens", "max_new_tokens", "dtype")}
-        self.answer_stage = Stage("answer", {"prepare": self.prepare_stage.fingerprint, "request": to_json(self.request), **inputs})
+        inputs |= {"prepare": self.prepare_stage.fingerprint, "request": to_json(self.request)}
+        self.answer_stage = Stage("answer", inputs, self.run_dir / "answers" / "selection.jsonl")
         config, device = self.config, self.processes.device
         self._once(
             self.answer_stage,
@@ -161,8 +162,8 @@ class Run:
         self.samples_stage, self.samples_dir = self.prepare_stage, self.run_dir / "data"
         if answers.source == "dataset":
             return
-        self.samples_stage = Stage("regenerate", {"prepare": self.prepare_stage.fingerprint, **to_json(answers)})
         self.samples_dir = self.run_dir / "regenerated"
+        self.samples_stage = Stage("regenerate", {"prepare": self.prepare_stage.fingerprint, **to_json(answers)}, self.samples_dir)
         self._once(
             self.samples_stage,
             lambda: regenerate(
@@ -181,7 +182,8 @@ class Run:
         self.features_stage = self.samples_stage
         if features.mode == "online":
             return
-        self.features_stage = Stage("extract", {"samples": self.samples_stage.fingerprint, "request": to_json(self.request)})
+        inputs = {"samples": self.samples_stage.fingerprint, "request": to_json(self.request)}
+        self.features_stage = Stage("extract", inputs, self.config.features_dir / INDEX_FILE)
 
         def work() -> None:
             target, samples, folder = self._loaded_target(), self._samples(), self.config.features_dir
@@ -227,6 +229,7 @@ class Run:
                 "optim": to_json(self.config.optim),
                 **settings,
             },
+            self.run_dir / "best.json",
         )
         self._everywhere(self.train_stage, self._train, self._move_aside)
 
@@ -239,15 +242,20 @@ class Run:
         num_steps = self._num_steps(plan)
         first_step = 0
         if checkpoint is not None:
-            state = read_state(checkpoint)
-            first_step = int(state["step"])
-            self._stage_started -= float(state["seconds"])
+            resumed = read_state(checkpoint)
+            first_step = int(resumed["step"])
+            self._stage_started -= float(resumed["seconds"])
+            if config.train.engine == "deepspeed" and resumed["world_size"] != processes.world_size:
+                raise ValueError(f"{checkpoint} was written by {resumed['world_size']} ranks: DeepSpeed resumes with as many only")
             engine.load(checkpoint)
-            load_rng(checkpoint, processes.rank)
         log = MetricsLog(config, num_steps, first_step) if processes.is_main else None
         keeper = BestStep(self, log) if processes.is_main else None
+        if checkpoint is not None and processes.rank < resumed["world_size"]:
+            load_rng(checkpoint, processes.rank)  # last: building a drafter draws random numbers
         print(f"rank {processes.rank}: steps {first_step} to {num_steps} on {processes.device}", flush=True)
 
+        if first_step == num_steps:  # trained before, but best.json is gone
+            self._measure(keeper, engine, num_steps)
         steps = load_steps(plan, read, first_step, processes.rank, processes.world_size, config.features.mode == "offline")
         for step in range(first_step, num_steps):
             waiting = time.monotonic()
@@ -263,14 +271,18 @@ class Run:
             if log is not None:
                 log.step(done, output, rate, waited_s)
             if done % config.train.heldout_every == 0 or done == num_steps:
-                state = engine.state()
-                if keeper is not None:
-                    keeper.measure(done, state)
-                processes.barrier()
+                self._measure(keeper, engine, done)
             if done % config.train.save_every == 0 or done == num_steps:
                 self._save(engine, done)
         if log is not None:
             log.close()
+
+    def _measure(self, keeper: BestStep | None, engine: Engine, step: int) -> None:
+        """Held-out acceptance on rank 0; every rank takes part in gathering the weights."""
+        state = engine.state()
+        if keeper is not None:
+            keeper.measure(step, state)
+        self.processes.barrier()
 
     def _checkpoint_to_resume(self) -> Path | None:
         """The newest checkpoint of these very settings; those of other settings are moved aside, never deleted."""
@@ -297,7 +309,8 @@ class Run:
         self.processes.barrier()
         if self.processes.is_main:
             seconds = round(time.monotonic() - self._stage_started, 2)
-            write_state(partial, {"step": step, "seconds": seconds, "fingerprint": self.train_stage.fingerprint})
+            facts = {"step": step, "seconds": seconds, "fingerprint": self.train_stage.fingerprint, "world_size": self.processes.world_size}
+            write_state(partial, facts)
             commit_checkpoint(partial)
             prune_checkpoints(self.run_dir, self.config.train.num_kept_checkpoints)
         self.processes.barrier()
@@ -375,7 +388,7 @@ class Run:
 
     def export(self) -> None:
         """The best step as a checkpoint for the engines."""
-        self.export_stage = Stage("export", {"train": self.train_stage.fingerprint})
+        self.export_stage = Stage("export", {"train": self.train_stage.fingerprint}, self.run_dir / "export" / "config.json")
 
         def work() -> None:
             drafter = self.build_drafter()
@@ -396,7 +409,7 @@ class Run:
     def evaluate(self) -> None:
         """Acceptance and speed of the exported checkpoint."""
         started = time.monotonic()
-        stage = Stage("evaluate", {"export": self.export_stage.fingerprint, "eval": to_json(self.config.eval)})
+        stage = Stage("evaluate", {"export": self.export_stage.fingerprint, "eval": to_json(self.config.eval)}, self.run_dir / "report.json")
 
         def work() -> None:
             steps = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]

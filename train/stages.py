@@ -25,10 +25,12 @@ class Stage:
     Attributes:
         name: also the name of its record.
         inputs: JSON values that its output depends on, those of the stages before it included through their fingerprints.
+        output: what is there when its output is whole; a stage whose output has been removed runs again.
     """
 
     name: str
     inputs: dict[str, Any]
+    output: Path
 
     @property
     def fingerprint(self) -> str:
@@ -48,9 +50,9 @@ class StageRecords:
         return json.loads(path.read_text()) if path.exists() else None
 
     def is_done(self, stage: Stage) -> bool:
-        """Whether the stage has completed with these inputs."""
+        """Whether the stage has completed with these inputs, and its output is still there."""
         record = self.read(stage)
-        return record is not None and record["seconds"] is not None and record["inputs"] == json.loads(json.dumps(stage.inputs))
+        return stage.output.exists() and record is not None and record["seconds"] is not None and record["inputs"] == json.loads(json.dumps(stage.inputs))
 
     def changes(self, stage: Stage) -> list[str]:
         """What differs from the inputs of the latest start, as `name: old -> new`; empty if there was none."""

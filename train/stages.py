@@ -52,7 +52,9 @@ class StageRecords:
     def is_done(self, stage: Stage) -> bool:
         """Whether the stage has completed with these inputs, and its output is still there."""
         record = self.read(stage)
-        return stage.output.exists() and record is not None and record["seconds"] is not None and record["inputs"] == json.loads(json.dumps(stage.inputs))
+        if record is None or record["seconds"] is None or not stage.output.exists():
+            return False
+        return record["inputs"] == json.loads(json.dumps(stage.inputs))
 
     def changes(self, stage: Stage) -> list[str]:
         """What differs from the inputs of the latest start, as `name: old -> new`; empty if there was none."""

@@ -97,11 +97,14 @@ def test_plain_python_and_the_run_inside_this_process_are_the_same(launcher: Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_under_deepspeed_stays_near_fp32(launcher: Any, reference: Path, stage: int) -> None:
+def test_bf16_under_deepspeed_stays_near_fp32(launcher: Any, stage: int) -> None:
+    # Not with "drop": a rounded argmax can fall out of the draft vocabulary, and takes a whole position with it.
+    flags = (*LAST_STEP, "--drafter.outside-vocabulary", "renormalise")
+    launcher.here("fp32", *flags)
     config = str(ROOT / "launch" / f"ds_zero{stage}.json")
-    code, output = launcher("deepspeed", "bf16", *LAST_STEP, "--train.precision", "bf16", "--train.deepspeed-config", config)
+    code, output = launcher("deepspeed", "bf16", *flags, "--train.precision", "bf16", "--train.deepspeed-config", config)
     assert code == 0, output
-    np.testing.assert_allclose(losses(launcher.runs_dir / "bf16"), losses(reference), rtol=0.02)
+    np.testing.assert_allclose(losses(launcher.runs_dir / "bf16"), losses(launcher.runs_dir / "fp32"), rtol=0.005)
 
 
 # --- inside one process ---------------------------------------------------------------------------------------------------

@@ -236,6 +236,7 @@ class Run:
     def _train(self) -> None:
         config, processes = self.config, self.processes
         checkpoint = self._checkpoint_to_resume()
+        is_best_known = (self.run_dir / "best.json").exists()  # looked up before any rank can write it
         self._choose_vocabulary()
         drafter, plan, read = self.build_drafter(), self._plan(), self._reader()
         engine = self._engine(drafter, plan)
@@ -254,7 +255,7 @@ class Run:
             load_rng(checkpoint, processes.rank)  # last: building a drafter draws random numbers
         print(f"rank {processes.rank}: steps {first_step} to {num_steps} on {processes.device}", flush=True)
 
-        if first_step == num_steps:  # trained before, but best.json is gone
+        if first_step == num_steps and not is_best_known:  # trained before, but best.json is gone
             self._measure(keeper, engine, num_steps)
         steps = load_steps(plan, read, first_step, processes.rank, processes.world_size, config.features.mode == "offline")
         for step in range(first_step, num_steps):

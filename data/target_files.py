@@ -157,7 +157,7 @@ def load_target_heads(config: TargetConfig, device: torch.device | str, dtype: t
     """Reads embedding, head and final norm straight from the weight files, tied or untied, one file or sharded.
 
     Raises:
-        ValueError: if they are not there under a known name, in a float dtype and in the config's shapes.
+        ValueError: if they are not there under a known name, in a float dtype and in the config's shapes, or the config ties two that differ.
     """
     outer, text = _outer_config(config), target_hf_config(config)
     if "rms_norm_eps" not in text.to_dict():
@@ -168,12 +168,18 @@ def load_target_heads(config: TargetConfig, device: torch.device | str, dtype: t
     embed = _only(files, lambda name: name.endswith("embed_tokens.weight"), "embed_tokens.weight", config)
     norm = _only(files, lambda name: _FINAL_NORM.match(name) is not None, "model.norm.weight", config)
     heads = [name for name in files if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
-    # Where the config ties them, a head in the file is a leftover: transformers and the engines ignore it.
     is_tied = outer.tie_word_embeddings or (text.tie_word_embeddings and not heads)
     if not is_tied and not heads:
         raise ValueError(f"{config.model} has no lm_head.weight, and its config does not tie it to the embedding: its weight files are incomplete")
     shape_VH = (text.vocab_size, text.hidden_size)
-    embed_VH = _read(files[embed], embed, shape_VH).to(device=device, dtype=dtype)
+    stored_VH = _read(files[embed], embed, shape_VH)
+    if is_tied and heads and not torch.equal(_read(files[heads[0]], heads[0], shape_VH), stored_VH):
+        # transformers then uses the file's head and vLLM the embedding: whichever we took, acceptance here or there would be wrong, silently.
+        raise ValueError(
+            f"{config.model}: its config ties the head to the embedding (tie_word_embeddings true), but {files[heads[0]].name} has a {heads[0]} that "
+            "differs from the embedding: set tie_word_embeddings to false in config.json if the head is its own, else remove it from the file"
+        )
+    embed_VH = stored_VH.to(device=device, dtype=dtype)
     lm_head_VH = embed_VH if is_tied else _read(files[heads[0]], heads[0], shape_VH).to(device=device, dtype=dtype)
     norm_H = _read(files[norm], norm, (text.hidden_size,))
     if text.model_type in _OFFSET_NORM_FAMILIES:

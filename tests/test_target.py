@@ -229,13 +229,28 @@ def test_heads_are_those_of_the_loaded_model(is_tied, is_sharded, tmp_path):
     assert moved.norm_H.dtype == moved.embed_VH.dtype == torch.bfloat16
 
 
-def test_a_leftover_head_of_a_tied_target_is_ignored(tmp_path):
-    """transformers and the engines take the embedding where the config ties it, whatever the file holds."""
-    config = saved(model_of("Llama", {"tie_word_embeddings": True}), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"lm_head.weight": torch.zeros(V, H)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    heads = heads_of(config)
+def saved_tied_with_a_head(folder: Path, head_of: Any) -> TargetConfig:
+    """A tied target whose file holds a head nevertheless, made from its embedding."""
+    config = saved(model_of("Llama", {"tie_word_embeddings": True}), folder)
+    tensors = load_file(folder / "model.safetensors")
+    head_VH = head_of(tensors["model.embed_tokens.weight"])
+    save_file(tensors | {"lm_head.weight": head_VH}, folder / "model.safetensors", metadata={"format": "pt"})
+    return config
+
+
+def test_a_copy_of_the_embedding_saved_as_head_stays_tied(tmp_path):
+    """Qwen3-0.6B and others ship one."""
+    heads = heads_of(saved_tied_with_a_head(tmp_path, torch.clone))
     assert heads.lm_head_VH is heads.embed_VH
+
+
+def test_a_head_that_the_config_ties_but_that_differs_is_refused(tmp_path):
+    """transformers would use it, as the first assertion shows, and vLLM would not."""
+    config = saved_tied_with_a_head(tmp_path, torch.zeros_like)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not loaded.lm_head.weight.any()
+    with pytest.raises(ValueError, match=r"ties the head to the embedding .* lm_head.weight that differs .* set tie_word_embeddings to false"):
+        heads_of(config)
 
 
 @pytest.mark.parametrize("case", ["gemma2_softcap", "gemma3", "qwen3_next_linear_attention", "qwen3", "llama"])

@@ -108,7 +108,8 @@ class DiskOperations:
     """Counts what changes the disk while a run trains and exports, and kills the run at the `fatal`-th such call, before or after it is done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fatal: int | None = None) -> None:
-        self.count, self._fatal = 0, fatal
+        self.names: list[str] = []
+        self._fatal = fatal
         for owner, name in (
             (Path, "replace"),
             (Path, "rename"),
@@ -121,20 +122,20 @@ class DiskOperations:
             (MetricsLog, "step"),
             (MetricsLog, "heldout"),
         ):
-            monkeypatch.setattr(owner, name, self._wrapped(getattr(owner, name)))
+            monkeypatch.setattr(owner, name, self._wrapped(getattr(owner, name), name))
 
-    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            self._tick()
+            self._tick(f"before {name}")
             result = function(*arguments, **options)
-            self._tick()
+            self._tick(f"after {name}")
             return result
 
         return call
 
-    def _tick(self) -> None:
-        self.count += 1
-        if self.count == self._fatal:
+    def _tick(self, name: str) -> None:
+        self.names.append(name)
+        if len(self.names) == self._fatal:
             raise Killed
 
 
@@ -152,33 +153,32 @@ def kill_at(launcher: Any, name: str, moments: list[int]) -> None:
 
 
 @pytest.fixture(scope="module")
-def num_moments(launcher: Any, reference: Path) -> int:
-    """Moments at which a training can be killed."""
+def moments(launcher: Any, reference: Path) -> list[str]:
+    """What a run from the start of its training to its end does to the disk: the moments at which it can be killed."""
     folder = launcher.runs_dir / "counted"
     shutil.copytree(reference, folder)
-    for path in [*(folder / "stages").glob("[te]*.json")]:
-        if path.stem in ("train", "export", "evaluate"):
-            path.unlink()
+    for name in STAGES[3:]:
+        (folder / "stages" / f"{name}.json").unlink()
     move_aside(folder)
     with pytest.MonkeyPatch.context() as patch:
         operations = DiskOperations(patch)
         launcher.here("counted")
-    assert operations.count > 100
-    return operations.count
+    assert operations.names.count("after save") == 3
+    return operations.names
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_at_random_moments_it_ends_as_if_left_alone(launcher: Any, reference: Path, begun: Path, num_moments: int, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_random_moments_it_ends_as_if_left_alone(launcher: Any, reference: Path, begun: Path, moments: list[str], seed: int) -> None:
     rng = random.Random(seed)
-    kill_at(launcher, begun.name, [rng.randrange(1, num_moments) for _ in range(3)])
+    # The first time between the first and the last checkpoint, so that the second start has one to go on from.
+    first = rng.randrange(moments.index("after save"), len(moments) - moments[::-1].index("before save"))
+    kill_at(launcher, begun.name, [first, rng.randrange(1, 60), rng.randrange(1, 60)])
     assert_same_end(begun, reference)
 
 
 @pytest.mark.slow
-def test_killed_at_every_fourth_moment_it_ends_as_if_left_alone(
-    launcher: Any, reference: Path, begun: Path, num_moments: int, tmp_path: Path
-) -> None:
-    for moment in range(1, num_moments, 4):
+def test_killed_at_every_fourth_moment_it_ends_as_if_left_alone(launcher: Any, reference: Path, begun: Path, moments: list[str]) -> None:
+    for moment in range(1, len(moments), 4):
         folder = launcher.runs_dir / f"moment_{moment}"
         shutil.copytree(begun, folder)
         kill_at(launcher, folder.name, [moment])

@@ -19,24 +19,34 @@ def version_of(package: str) -> str:
 
 
 def test_a_stage_is_done_only_when_completed_with_the_same_inputs(tmp_path: Path) -> None:
-    records, stage = StageRecords(tmp_path), Stage("extract", {"layers": (2, 3), "dtype": "float32"})
+    records, stage = StageRecords(tmp_path), Stage("extract", {"layers": (2, 3), "dtype": "float32"}, tmp_path)
     assert not records.is_done(stage) and records.seconds("extract") == 0 and records.total_seconds() == 0
     records.begin(stage)
     assert not records.is_done(stage) and records.changes(stage) == [] and records.seconds("extract") == 0
     records.complete(stage, 1.234)
     assert records.is_done(stage) and records.seconds("extract") == 1.23
-    assert not records.is_done(Stage("extract", {"layers": (2, 4), "dtype": "float32"}))
+    assert not records.is_done(Stage("extract", {"layers": (2, 4), "dtype": "float32"}, tmp_path))
+
+
+def test_a_stage_whose_output_was_removed_is_not_done(tmp_path: Path) -> None:
+    output = tmp_path / "index.json"
+    records, stage = StageRecords(tmp_path), Stage("extract", {"dtype": "float32"}, output)
+    output.touch()
+    records.complete(stage, 1.0)
+    assert records.is_done(stage)
+    output.unlink()
+    assert not records.is_done(stage)
 
 
 def test_what_changed_is_named_down_to_the_field(tmp_path: Path) -> None:
     records = StageRecords(tmp_path)
-    records.complete(Stage("train", {"optim": {"learning_rate": 0.1, "betas": (0.9, 0.95)}, "seed": 0}), 1)
-    changed = Stage("train", {"optim": {"learning_rate": 0.2, "betas": (0.9, 0.95)}, "steps": 3})
+    records.complete(Stage("train", {"optim": {"learning_rate": 0.1, "betas": (0.9, 0.95)}, "seed": 0}, tmp_path), 1)
+    changed = Stage("train", {"optim": {"learning_rate": 0.2, "betas": (0.9, 0.95)}, "steps": 3}, tmp_path)
     assert records.changes(changed) == ["optim.learning_rate: 0.1 -> 0.2", "seed: 0 -> None", "steps: None -> 3"]
 
 
 def test_beginning_with_other_inputs_takes_the_earlier_completion_back(tmp_path: Path) -> None:
-    records, first, second = StageRecords(tmp_path), Stage("train", {"seed": 0}), Stage("train", {"seed": 1})
+    records, first, second = StageRecords(tmp_path), Stage("train", {"seed": 0}, tmp_path), Stage("train", {"seed": 1}, tmp_path)
     records.complete(first, 1)
     records.begin(second)
     assert not records.is_done(first) and not records.is_done(second)
@@ -45,10 +55,10 @@ def test_beginning_with_other_inputs_takes_the_earlier_completion_back(tmp_path:
 
 def test_a_stage_depends_on_those_before_it(tmp_path: Path) -> None:
     records = StageRecords(tmp_path)
-    before, other = Stage("prepare", {"seed": 0}), Stage("prepare", {"seed": 1})
-    records.complete(Stage("extract", {"samples": before.fingerprint}), 1)
-    assert records.is_done(Stage("extract", {"samples": Stage("prepare", {"seed": 0}).fingerprint}))
-    assert not records.is_done(Stage("extract", {"samples": other.fingerprint}))
+    before, other = Stage("prepare", {"seed": 0}, tmp_path), Stage("prepare", {"seed": 1}, tmp_path)
+    records.complete(Stage("extract", {"samples": before.fingerprint}, tmp_path), 1)
+    assert records.is_done(Stage("extract", {"samples": Stage("prepare", {"seed": 0}, tmp_path).fingerprint}, tmp_path))
+    assert not records.is_done(Stage("extract", {"samples": other.fingerprint}, tmp_path))
 
 
 def test_a_changed_file_is_another_source_and_the_same_one_is_not(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -191,11 +190,3 @@ def load_drafter_class(algorithm: str) -> type[Drafter]:
         if isinstance(value, type) and issubclass(value, Drafter) and value.__module__ == module.__name__:
             return value
     raise ValueError(f"train/drafters/{algorithm}.py defines no Drafter subclass")
-
-
-def zero_touch(module: nn.Module) -> Tensor:
-    """A zero that depends on every trainable parameter.
-
-    A rank whose batch supervises nothing must still produce gradients: ZeRO-1/2 mismatch or hang otherwise (platform.md).
-    """
-    return 0.0 * torch.stack([parameter.float().sum() for parameter in module.parameters() if parameter.requires_grad]).sum()

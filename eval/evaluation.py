@@ -1,7 +1,7 @@
 """The measuring side of a run: answers to the held-out prompts, acceptance while training, and the report on the export.
 
-Place in the flow: a recipe hands `Evaluation` to train/run.py. What is reported is measured on the *exported* checkpoint, read back as an engine reads
-it, and on the very trajectories that `eval.serve` sends to the engine.
+Place in the flow: a recipe hands `Evaluation` to train/run.py. What is reported is measured on the *exported* checkpoint, read back
+as an engine reads it, and on the very trajectories that `eval.serve` sends to the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from eval.acceptance import (
     trajectory_features,
     write_trajectories,
 )
-from eval.decode.speedup import measure_speedup
+from eval.decode.speedup import check_lossless, measure_speedup
 from eval.report import MeasuredOn, build_report, plot_training, print_report, write_report
 from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
 
@@ -82,22 +82,29 @@ class Evaluation:
     ) -> None:
         """Measures the exported checkpoint and the untrained drafter; writes report.json and training.png; prints the summary."""
         measured_config = measured_target(target, settings, device)
-        measured = Target.load(measured_config, device)
         drafter = exported_drafter(run_dir / "export", measured_config, device)
         packs = read_packs(run_dir / "answers" / "answers.safetensors")
-        trajectories = read_trajectories(run_dir / "answers" / "answers.jsonl")
-        prompts = [trajectory.prompt_ids for trajectory in trajectories[: settings.num_speedup_prompts]]
+        timed = read_trajectories(run_dir / "answers" / "answers.jsonl")[: settings.num_speedup_prompts]
+        trained = chain_acceptance(drafter, packs, settings.draft_length)
+        near_ties = count_near_ties(packs, drafter.heads.lm_head_VH.cpu())
+        measured = Target.load(measured_config, device)
+        lossless = check_lossless(measured, drafter, timed, settings.draft_length, settings.max_new_tokens, measured.end_ids)
+        # Speed is measured in the dtype that is served; acceptance and losslessness above in the one that is exact.
+        served, served_drafter = Target.load(target, device), exported_drafter(run_dir / "export", target, device)
+        prompts = [trajectory.prompt_ids for trajectory in timed]
+        speedup = measure_speedup(served, served_drafter, prompts, settings.draft_length, settings.max_new_tokens, served.end_ids, num_rounds=1)
         report = build_report(
-            trained=chain_acceptance(drafter, packs, settings.draft_length),
+            trained=trained,
             untrained=chain_acceptance(untrained.to(device), packs, settings.draft_length),
-            speedup=measure_speedup(measured, drafter, prompts, settings.draft_length, settings.max_new_tokens, measured.end_ids, num_rounds=1),
-            near_ties=count_near_ties(packs, drafter.heads.lm_head_VH.cpu()),
+            speedup=speedup,
+            lossless=lossless,
+            near_ties=near_ties,
             training=training,
             measured_on=MeasuredOn(
                 algorithm=drafter.config.algorithm,
                 target=target.model,
                 dataset=dataset,
-                dtype=str(drafter.heads.lm_head_VH.dtype).removeprefix("torch."),
+                dtype=str(measured.dtype).removeprefix("torch."),
                 device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
             ),
             export_dir=run_dir / "export",
@@ -115,7 +122,7 @@ def measured_target(target: TargetConfig, settings: EvalConfig, device: torch.de
 
 
 def exported_drafter(export_dir: Path, target: TargetConfig, device: torch.device) -> Drafter:
-    """The drafter of a checkpoint, as an engine would read it, in the target's dtype.
+    """The drafter of a checkpoint, as an engine would read it, in the dtype that the target is loaded in.
 
     Raises:
         ValueError: if the checkpoint breaks the serving contract.

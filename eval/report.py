@@ -58,6 +58,7 @@ def build_report(
     trained: Acceptance,
     untrained: Acceptance,
     speedup: Speedup,
+    lossless: dict[str, Any],
     near_ties: NearTies,
     training: TrainingFacts,
     measured_on: MeasuredOn,
@@ -68,7 +69,8 @@ def build_report(
     Args:
         trained: of the exported drafter over the held-out trajectories.
         untrained: of the drafter as it was initialised, over the same trajectories.
-        speedup: of the reference decoder.
+        speedup: of the reference decoder, in the target's own dtype.
+        lossless: from `check_lossless`, in the dtype of `measured_on`.
         near_ties: trajectory tokens against the packed forward that `trained` was measured with.
         training: durations and counts.
         measured_on: target, data, dtype.
@@ -88,6 +90,7 @@ def build_report(
         "num_tokens_compared": near_ties.num_tokens,
         "largest_tie_gap": near_ties.largest_gap,
         "reference_decoder": speedup.to_json(),
+        "lossless": lossless,
         "algorithm": measured_on.algorithm,
         "target": measured_on.target,
         "dataset": list(measured_on.dataset),
@@ -196,8 +199,8 @@ def _speed_lines(report: dict[str, Any]) -> list[str]:
         f"reference decoder  {decoder['speedup_reference_decoder']:.2f}x plain decoding (median; {low:.2f} to {high:.2f})  "
         f"{decoder['tokens_per_s_plain']:.1f} -> {decoder['tokens_per_s']:.1f} tokens/s, "
         f"drafting {decoder['drafting_share']:.0%} of the time",
-        f"                   {decoder['num_identical_outputs']} of {decoder['num_outputs']} outputs identical to plain decoding"
-        + (f", {decoder['num_near_ties']} differ at a near tie of the target" if decoder["num_near_ties"] else ""),
+        _identity_line(decoder),
+        _identity_line(report["lossless"]),
     ]
     if report["num_near_ties"]:
         lines.append(
@@ -210,6 +213,11 @@ def _speed_lines(report: dict[str, Any]) -> list[str]:
         f"everything {_duration(report['total_seconds'])}"
     )
     return lines
+
+
+def _identity_line(counts: dict[str, Any]) -> str:
+    line = f"                   {counts['num_identical_outputs']} of {counts['num_outputs']} outputs identical to plain decoding in {counts['dtype']}"
+    return line + (f", {counts['num_near_ties']} differ at a near tie of the target" if counts["num_near_ties"] else "")
 
 
 def _duration(seconds: float) -> str:
@@ -233,9 +241,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({error.msg}): remove it if a killed run left it half written"
-            ) from error
+            raise ValueError(f"{path}, line {number} is not JSON ({error.msg}): remove it if a killed run left it half written") from error
         if record["event"] in records:
             records[record["event"]].append(record)
     if not records["train"]:

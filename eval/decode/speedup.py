@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from data.target import Target
-from eval.acceptance import Acceptance
+from eval.acceptance import Acceptance, Trajectory
 from eval.decode.chain import decode_chain
 from eval.decode.plain import DecodeResult, decode_plain, top_two_gap
 from train.drafters.base import Drafter
@@ -31,6 +31,7 @@ class Speedup:
     """The timed comparison.
 
     Attributes:
+        dtype: of the target while it was timed.
         ratio: median over prompts and rounds of speculative tokens/s over plain tokens/s.
         ratio_range: smallest and largest of them.
         tokens_per_s, tokens_per_s_plain: of all timed calls together.
@@ -42,6 +43,7 @@ class Speedup:
         largest_tie_gap: largest such gap; 0 where there is none.
     """
 
+    dtype: str
     ratio: float
     ratio_range: tuple[float, float]
     tokens_per_s: float
@@ -56,6 +58,7 @@ class Speedup:
     def to_json(self) -> dict[str, Any]:
         """The numbers that reports carry."""
         return {
+            "dtype": self.dtype,
             "speedup_reference_decoder": self.ratio,
             "speedup_range": list(self.ratio_range),
             "tokens_per_s": self.tokens_per_s,
@@ -95,13 +98,14 @@ def measure_speedup(
             plain.append(decode_plain(target, prompt, max_new_tokens, end_ids))
             chain.append(decode_chain(target, drafter, prompt, draft_length, max_new_tokens, end_ids))
     gaps = [
-        _difference_gap(target, index, prompt, plain[index * num_rounds], chain[index * num_rounds])
+        _difference_gap(target, index, prompt, plain[index * num_rounds].token_ids, chain[index * num_rounds].token_ids)
         for index, prompt in enumerate(prompts)
     ]
-    return _summary(plain, chain, chain[::num_rounds], gaps)
+    return _summary(str(target.dtype).removeprefix("torch."), plain, chain, chain[::num_rounds], gaps)
 
 
 def _summary(
+    dtype: str,
     plain: Sequence[DecodeResult],
     chain: Sequence[DecodeResult],
     first_rounds: Sequence[DecodeResult],
@@ -111,6 +115,7 @@ def _summary(
     ratios = [_rate(fast) / _rate(slow) for fast, slow in zip(chain, plain, strict=True)]
     chain_s = sum(result.total_s for result in chain)
     return Speedup(
+        dtype=dtype,
         ratio=statistics.median(ratios),
         ratio_range=(min(ratios), max(ratios)),
         tokens_per_s=sum(len(result.token_ids) for result in chain) / chain_s,
@@ -124,18 +129,41 @@ def _summary(
     )
 
 
+def check_lossless(
+    target: Target, drafter: Drafter, trajectories: Sequence[Trajectory], draft_length: int, max_new_tokens: int, end_ids: Collection[int]
+) -> dict[str, Any]:
+    """Decodes prompts speculatively and compares with the answers that the target gave without a drafter, in the same dtype.
+
+    Returns:
+        dtype, num_outputs, num_identical_outputs, num_near_ties (the outputs that differ, each first at a near tie).
+
+    Raises:
+        ValueError: if an output differs where the target's two best logits are no near tie.
+    """
+    gaps = []
+    for index, trajectory in enumerate(trajectories):
+        decoded = decode_chain(target, drafter, trajectory.prompt_ids, draft_length, max_new_tokens, end_ids)
+        gaps.append(_difference_gap(target, index, trajectory.prompt_ids, trajectory.answer_ids, decoded.token_ids))
+    return {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "num_outputs": len(gaps),
+        "num_identical_outputs": sum(gap is None for gap in gaps),
+        "num_near_ties": sum(gap is not None for gap in gaps),
+    }
+
+
 def _rate(result: DecodeResult) -> float:
     return len(result.token_ids) / result.total_s
 
 
-def _difference_gap(target: Target, index: int, prompt: Sequence[int], plain: DecodeResult, chain: DecodeResult) -> float | None:
+def _difference_gap(target: Target, index: int, prompt: Sequence[int], plain_ids: Sequence[int], chain_ids: Sequence[int]) -> float | None:
     """The gap of the plain run's two best logits where the outputs first differ; None where they are identical."""
-    if plain.token_ids == chain.token_ids:
+    if tuple(plain_ids) == tuple(chain_ids):
         return None
-    shorter = min(len(plain.token_ids), len(chain.token_ids))
-    differing = (place for place in range(shorter) if plain.token_ids[place] != chain.token_ids[place])
+    shorter = min(len(plain_ids), len(chain_ids))
+    differing = (place for place in range(shorter) if plain_ids[place] != chain_ids[place])
     place = next(differing, shorter)
-    gap = top_two_gap(target, prompt, plain.token_ids, min(place, len(plain.token_ids) - 1))
+    gap = top_two_gap(target, prompt, plain_ids, min(place, len(plain_ids) - 1))
     limit = _NEAR_TIE_GAP[target.dtype]
     if gap > limit:
         raise ValueError(

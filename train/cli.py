@@ -13,8 +13,9 @@ import tyro
 from safetensors import SafetensorError
 
 from train.config import RunConfig
+from train.evaluator import Evaluator
 from train.plan import print_plan
-from train.run import Evaluator, run
+from train.run import run
 
 _OTHER_RANKS_FIRST_S = 5.0
 

@@ -22,13 +22,12 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, load_from_disk
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import PretrainedConfig
 
 from checkpoints.draft_config import draft_dimensions
@@ -47,52 +46,19 @@ from checkpoints.resume import (
 )
 from data.batch import Features, drafter_batch
 from data.extract import document_lengths, extract, finish_store, is_served_by
-from data.heldout import EvalConfig
 from data.loader import PackPlan, load_steps
 from data.prepare import prepare
 from data.regenerate import regenerate
 from data.shards import INDEX_FILE, FeatureStore, StoreHeader
-from data.target import Target, TargetConfig, TargetHeads, load_target_heads, load_tokenizer, stored_dtype, target_fingerprint, target_hf_config
+from data.target import Target, TargetHeads, load_target_heads, load_tokenizer, stored_dtype, target_fingerprint, target_hf_config
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
+from train.best import BestStep, best_weights
 from train.config import RunConfig, save_config, to_json
-from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
+from train.drafters.base import Drafter, load_drafter_class
 from train.engine import DeepSpeedEngine, Engine, Precision, Processes, TorchEngine, check_launch, read_deepspeed_config
+from train.evaluator import Evaluator
 from train.metrics import MetricsLog
 from train.stages import Stage, StageRecords, source_identity
-
-
-class Acceptance(Protocol):
-    """What training needs of a measurement."""
-
-    @property
-    def tau(self) -> float: ...
-
-    @property
-    def joint_acceptance(self) -> list[float]: ...
-
-
-class Evaluator(Protocol):
-    """The measuring side, handed in by the recipe: training does not depend on eval/."""
-
-    def answer(
-        self, run_dir: Path, target: TargetConfig, settings: EvalConfig, device: torch.device, heldout: Dataset, request: FeatureRequest
-    ) -> None:
-        """Lets the target answer the held-out prompts and stores answers and their hidden states under <run>/answers."""
-
-    def heldout(self, run_dir: Path, settings: EvalConfig, device: torch.device) -> Callable[[Drafter], Acceptance]:
-        """A function that measures a drafter on the prompts that choose the best step."""
-
-    def report(
-        self,
-        run_dir: Path,
-        target: TargetConfig,
-        settings: EvalConfig,
-        device: torch.device,
-        dataset: tuple[str, ...],
-        untrained: Drafter,
-        training: TrainingFacts,
-    ) -> None:
-        """Measures the exported checkpoint and writes report.json and training.png."""
 
 
 def run(config: RunConfig, evaluator: Evaluator) -> None:
@@ -251,7 +217,10 @@ class Run:
                 raise ValueError(f"{checkpoint} was written by {resumed['world_size']} ranks: DeepSpeed resumes with as many only")
             engine.load(checkpoint)
         log = MetricsLog(config, num_steps, first_step) if processes.is_main else None
-        keeper = BestStep(self, log) if processes.is_main else None
+        keeper = None
+        if log is not None:
+            measure = self.evaluator.heldout(self.run_dir, config.eval, processes.device)
+            keeper = BestStep(self.run_dir, self.build_drafter().to(processes.device), measure, log)
         if checkpoint is not None and processes.rank < resumed["world_size"]:
             load_rng(checkpoint, processes.rank)  # last: building a drafter draws random numbers
         print(f"rank {processes.rank}: steps {first_step} to {num_steps} on {processes.device}", flush=True)
@@ -476,43 +445,3 @@ class Run:
         """The documents to train on."""
         loaded = load_from_disk(str(self.samples_dir))
         return loaded if isinstance(loaded, Dataset) else loaded["train"]
-
-
-class BestStep:
-    """Measures held-out acceptance on rank 0 and keeps the weights of the best step."""
-
-    def __init__(self, stages: Run, log: MetricsLog | None) -> None:
-        self._run_dir = stages.run_dir
-        self._log = log
-        self._drafter = stages.build_drafter().to(stages.processes.device)
-        self._measure = stages.evaluator.heldout(stages.run_dir, stages.config.eval, stages.processes.device)
-        path = self._run_dir / "best.json"
-        self._best: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"step": -1, "tau": 0.0}
-
-    def measure(self, step: int, state: dict[str, Tensor]) -> None:
-        """Measures `state` and keeps it if it is the best so far."""
-        self._drafter.load_state_dict(state)
-        acceptance = self._measure(self._drafter)
-        is_best = acceptance.tau > self._best["tau"] or step == self._best["step"]
-        if is_best:
-            self._keep(step, acceptance.tau, state)
-        if self._log is not None:
-            self._log.heldout(step, acceptance.tau, acceptance.joint_acceptance, is_best)
-
-    def _keep(self, step: int, tau: float, state: dict[str, Tensor]) -> None:
-        """Weights first, then best.json that points to them, then the earlier best goes."""
-        weights = self._run_dir / f"best_{step}.safetensors"
-        temporary = self._run_dir / "best.partial"
-        save_file(state, temporary)
-        temporary.replace(weights)
-        self._best = {"step": step, "tau": tau, "weights": weights.name}
-        (self._run_dir / "best.json.tmp").write_text(json.dumps(self._best))
-        (self._run_dir / "best.json.tmp").replace(self._run_dir / "best.json")
-        for path in self._run_dir.glob("best_*.safetensors"):
-            if path != weights:
-                path.unlink()
-
-
-def best_weights(run_dir: Path) -> Path:
-    """The weights of the best step."""
-    return run_dir / json.loads((run_dir / "best.json").read_text())["weights"]

@@ -1,0 +1,49 @@
+"""What training asks of the measuring side. A recipe hands in the implementation (eval/evaluation.py): training does not depend on eval/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from datasets import Dataset
+
+from checkpoints.provenance import TrainingFacts
+from data.heldout import EvalConfig
+from data.target import TargetConfig
+from train.drafters.base import Drafter, FeatureRequest
+
+
+class Acceptance(Protocol):
+    """What training needs of a measurement."""
+
+    @property
+    def tau(self) -> float: ...
+
+    @property
+    def joint_acceptance(self) -> list[float]: ...
+
+
+class Evaluator(Protocol):
+    """The measuring side of a run."""
+
+    def answer(
+        self, run_dir: Path, target: TargetConfig, settings: EvalConfig, device: torch.device, heldout: Dataset, request: FeatureRequest
+    ) -> None:
+        """Lets the target answer the held-out prompts and stores answers and their hidden states under <run>/answers."""
+
+    def heldout(self, run_dir: Path, settings: EvalConfig, device: torch.device) -> Callable[[Drafter], Acceptance]:
+        """A function that measures a drafter on the prompts that choose the best step."""
+
+    def report(
+        self,
+        run_dir: Path,
+        target: TargetConfig,
+        settings: EvalConfig,
+        device: torch.device,
+        dataset: tuple[str, ...],
+        untrained: Drafter,
+        training: TrainingFacts,
+    ) -> None:
+        """Measures the exported checkpoint and writes report.json and training.png."""

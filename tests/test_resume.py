@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import train.best as best_module
 import train.run as run_module
 from checkpoints.resume import (
     begin_checkpoint,
@@ -117,7 +118,7 @@ class DiskOperations:
             (Path, "write_text"),
             (Path, "mkdir"),
             (shutil, "rmtree"),
-            (run_module, "save_file"),
+            (best_module, "save_file"),
             (TorchEngine, "save"),
             (MetricsLog, "step"),
             (MetricsLog, "heldout"),

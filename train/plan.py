@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from data.chat import ChatTokenizer, SampleError
 from data.conversations import read_conversations
 from data.extract import document_lengths
+from data.loader import PackPlan
 from data.report import DataReport
 from data.target import TargetHeads, load_tokenizer, stored_dtype, target_hf_config
 from data.vocab import DraftVocabulary
@@ -62,18 +63,20 @@ def make_plan(config: RunConfig) -> Plan:
     target = target_hf_config(config.target)
     request = load_drafter_class(config.drafter.algorithm).feature_request_of(config.drafter, target)
     num_parameters = _num_parameters(config, target)
-    num_documents, num_tokens, is_exact = _tokens(config)
-    steps = max(1, int(-(-num_tokens * config.train.num_epochs // config.train.batch_tokens)))
+    lengths, is_exact = _document_lengths(config)
+    num_tokens = int(lengths.sum())
+    packs = PackPlan(lengths, config.train.pack_tokens, config.train.packs_per_step, config.train.seed)
+    steps = packs.num_steps(config.train.num_epochs)
     num_steps = steps if config.train.max_steps is None else min(steps, config.train.max_steps)
     is_bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and torch.cuda.is_available())
     state_bytes = 4 * target.hidden_size * (len(request.aux_layers) + request.last)
     return Plan(
         num_parameters=num_parameters,
-        num_documents=num_documents,
+        num_documents=len(lengths),
         num_tokens=num_tokens,
         is_exact=is_exact,
         num_steps=num_steps,
-        num_train_tokens=num_steps * config.train.batch_tokens,
+        num_train_tokens=int(num_tokens * config.train.num_epochs * num_steps / steps),
         store_bytes=num_tokens * _stored_bytes_per_token(target, request) if config.features.mode == "offline" else 0,
         checkpoint_bytes=(config.train.num_kept_checkpoints * 12 + 4) * num_parameters,
         memory_bytes=_optimizer_bytes(config, num_parameters)
@@ -112,23 +115,26 @@ def _num_parameters(config: RunConfig, target: PretrainedConfig) -> int:
     return sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
 
 
-def _tokens(config: RunConfig) -> tuple[int, int, bool]:
-    """(documents, tokens, exact) of the train split."""
-    folder = config.run_dir / ("regenerated" if config.answers.source == "target" else "data")
+def _document_lengths(config: RunConfig) -> tuple[np.ndarray, bool]:
+    """(tokens of each document of the train split, whether they were counted); else those of a sample, repeated."""
+    is_regenerated = config.answers.source == "target"
+    folder = config.run_dir / ("regenerated" if is_regenerated else "data")
     if folder.exists():
         loaded = load_from_disk(str(folder))
-        samples = loaded if isinstance(loaded, Dataset) else loaded["train"]
-        return len(samples), int(document_lengths(samples).sum()), True
+        return document_lengths(loaded if isinstance(loaded, Dataset) else loaded["train"]), True
     conversations = (item for source in config.data.sources for item in read_conversations(source, DataReport()))
     chat = ChatTokenizer(load_tokenizer(config.target))
     results = chat.tokenize(list(itertools.islice(conversations, _SAMPLE_CONVERSATIONS)), config.data.max_length)
-    lengths = [len(result.input_ids) for result in results if not isinstance(result, SampleError)]
+    samples = [result for result in results if not isinstance(result, SampleError)]
     limit = config.data.max_conversations
-    num_documents = len(lengths) + sum(1 for _ in itertools.islice(conversations, None if limit is None else max(0, limit - len(lengths))))
+    num_documents = len(samples) + sum(1 for _ in itertools.islice(conversations, None if limit is None else max(0, limit - len(samples))))
     num_documents = max(0, num_documents - config.data.num_heldout)
-    if config.answers.source == "target" and config.answers.max_conversations is not None:
-        num_documents = min(num_documents, config.answers.max_conversations)
-    return num_documents, int(num_documents * float(np.mean(lengths or [0]))), False
+    lengths = [len(sample.input_ids) for sample in samples]
+    if is_regenerated:
+        prompts = [len(sample.prompt_ids) for sample in samples if len(sample.prompt_ids) <= config.answers.max_prompt_tokens]
+        lengths = [length + config.answers.max_new_tokens for length in prompts]
+        num_documents = min(num_documents, config.answers.max_conversations or num_documents)
+    return np.resize(np.array(lengths, dtype=np.int64), num_documents if lengths else 0), False
 
 
 def _stored_bytes_per_token(target: PretrainedConfig, request: FeatureRequest) -> int:

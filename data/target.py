@@ -28,6 +28,7 @@ from data.batch import Features
 from data.target_files import (
     TargetConfig,
     TargetHeads,
+    check_plain_logits,
     check_target_files,
     default_aux_layers,
     load_target_heads,
@@ -42,6 +43,7 @@ __all__ = [
     "TargetConfig",
     "TargetHeads",
     "attend_packed",
+    "check_plain_logits",
     "default_aux_layers",
     "load_target_heads",
     "load_tokenizer",

@@ -139,6 +139,21 @@ def stored_dtype(config: PretrainedConfig) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
 
 
+# Fields by which a model changes its logits after the head; drafters are judged by `lm_head(state)` alone.
+_LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0, "lm_head_multiplier": 1.0}
+
+
+def check_plain_logits(config: PretrainedConfig) -> None:
+    """Raises ValueError for a target whose logits are not simply its head applied to the last state: its distribution would be learned wrongly."""
+    fields = config.to_dict()
+    changed = {name: fields[name] for name, plain in _LOGIT_CHANGES.items() if fields.get(name) not in (None, plain)}
+    if changed:
+        raise ValueError(
+            f"the target ({config.model_type}) changes its logits after the head ({changed}), expected plain logits: "
+            "drafters for such targets are not supported yet"
+        )
+
+
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     """The engines' default auxiliary states: HF hidden_states 2, L//2 and L-3. They ascend from seven layers on.
 

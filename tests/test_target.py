@@ -17,6 +17,7 @@ from data.target import (
     Target,
     TargetConfig,
     TargetHeads,
+    check_plain_logits,
     default_aux_layers,
     load_target_heads,
     load_tokenizer,
@@ -448,3 +449,22 @@ def test_fingerprint_of_a_hub_model_is_its_commit(tmp_path):
     environment = {"PATH": "/usr/bin", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"owner/name@{commit}" for commit in commits]
+
+
+@pytest.mark.parametrize(
+    ("config", "is_plain"),
+    [
+        (transformers.LlamaConfig(), True),
+        (transformers.Gemma2Config(final_logit_softcapping=None), True),
+        (transformers.Gemma2Config(final_logit_softcapping=30.0), False),
+        (transformers.GraniteConfig(logits_scaling=1.0), True),
+        (transformers.GraniteConfig(logits_scaling=8.0), False),
+        (transformers.CohereConfig(logit_scale=0.0625), False),
+    ],
+)
+def test_a_target_that_changes_its_logits_after_the_head_is_refused(config: transformers.PretrainedConfig, is_plain: bool) -> None:
+    if is_plain:
+        check_plain_logits(config)
+    else:
+        with pytest.raises(ValueError, match="changes its logits after the head"):
+            check_plain_logits(config)

@@ -50,7 +50,7 @@ from data.loader import PackPlan, load_steps
 from data.prepare import prepare
 from data.regenerate import regenerate
 from data.shards import INDEX_FILE, FeatureStore, StoreHeader
-from data.target import Target, TargetHeads, load_target_heads, load_tokenizer, stored_dtype, target_fingerprint, target_hf_config
+from data.target import Target, TargetHeads, check_plain_logits, load_target_heads, load_tokenizer, stored_dtype, target_fingerprint, target_hf_config
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
 from train.best import BestStep, best_weights
 from train.config import RunConfig, save_config, to_json
@@ -86,6 +86,7 @@ class Run:
         self.run_dir = config.run_dir
         self.records = StageRecords(config.run_dir)
         self.target_config: PretrainedConfig = target_hf_config(config.target)
+        check_plain_logits(self.target_config)
         self.drafter_class = load_drafter_class(config.drafter.algorithm)
         self.request = self.drafter_class.feature_request_of(config.drafter, self.target_config)
         self.target_id = target_fingerprint(config.target)

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from data.target import Target, attend_packed, register_attention
+from data.target import Target, attend_packed, holding, register_attention
 
 _SLOTS, _PREFILL = "headstart_slots", "headstart_prefill"
 _PREFILL_TOKENS = 4096
@@ -185,7 +184,7 @@ class _Slots:
         for (slot, _), length in zip(bundle, lengths, strict=True):
             self._first_column_B[slot] = self._column - length
         packed = _Prefill(lengths, lambda layer, key, value: self._store(layer, key, value, bundle))
-        with self._target.attention(_PREFILL), _using(packed):
+        with self._target.attention(_PREFILL), holding(_current, packed):
             last_TH = self._target.forward_base(ids_T[None], position_T[None])[0]
         ends = torch.tensor(lengths).cumsum(0).to(device) - 1
         return _argmax(self._target.logits(last_TH[ends])).tolist()
@@ -211,7 +210,7 @@ class _Slots:
         self._lowest = int(self._first_column_B.min())
         self._visible = {}
         position_B1 = (self._column - self._first_column_B)[:, None]
-        with self._target.attention(_SLOTS), _using(self):
+        with self._target.attention(_SLOTS), holding(_current, self):
             last_BH = self._target.forward_base(self.next_id_B[:, None], position_B1)[:, 0]
         self.next_id_B = _argmax(self._target.logits(last_BH))
         self._column += 1
@@ -280,15 +279,6 @@ class _Prefill:
 
 
 _current: ContextVar[Any] = ContextVar("decoding")
-
-
-@contextmanager
-def _using(state: _Slots | _Prefill) -> Iterator[None]:
-    token = _current.set(state)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 def _slots_attention(

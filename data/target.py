@@ -45,6 +45,7 @@ __all__ = [
     "attend_packed",
     "check_plain_logits",
     "default_aux_layers",
+    "holding",
     "load_target_heads",
     "load_tokenizer",
     "register_attention",
@@ -157,7 +158,7 @@ class Target:
         with self._capturing(aux_layers) as captured:
             if self.is_packable:
                 position_T = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-                with self.attention(_PACKED), _set(_document_lengths, lengths):
+                with self.attention(_PACKED), holding(_document_lengths, lengths):
                     last_TH = self._forward(input_ids_T, position_T)
             else:
                 documents = [self._forward(ids, torch.arange(len(ids), device=self.device)) for ids in input_ids_T.split(lengths)]
@@ -198,7 +199,7 @@ class Target:
             return False
         calls: list[dict[str, Any]] = []
         ids_T, position_T = torch.zeros(3, dtype=torch.int64, device=self.device), torch.tensor([0, 1, 0], device=self.device)
-        with self.attention(_PROBE), _set(_document_lengths, (2, 1)), _set(_probed, calls):
+        with self.attention(_PROBE), holding(_document_lengths, (2, 1)), holding(_probed, calls):
             self._forward(ids_T, position_T)
         fields = self.config.to_dict()
         is_chunked = fields.get("attention_chunk_size") is not None
@@ -236,7 +237,8 @@ class Target:
 
 
 @contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+def holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """The variable has this value inside this context: how an attention function that transformers calls is told about the batch."""
     token = variable.set(value)
     try:
         yield

@@ -225,7 +225,7 @@ MEDUSA = ServingFormat(
     },
 )
 
-FORMATS: dict[str, ServingFormat] = {"eagle3": EAGLE3, "eagle1": EAGLE1, "medusa1": MEDUSA}
+FORMATS: dict[str, ServingFormat] = {"eagle3": EAGLE3, "eagle1": EAGLE1, "medusa1": MEDUSA, "medusa2": MEDUSA}
 
 
 def serving_format(algorithm: str) -> ServingFormat:

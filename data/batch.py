@@ -106,6 +106,10 @@ class DrafterBatch:
         mask_T = self.features.loss_mask_T
         return self.shift(mask_T, 1 + step) & self.shift(mask_T, 2 + step)
 
+    def answered(self) -> Tensor:
+        """bool [T]: the next token, x_{i+1}, is the assistant's: where a language model is supervised."""
+        return self.shift(self.features.loss_mask_T, 1)
+
     def teacher_rows(self, step: int) -> Tensor:
         """int64 [T]: i+1+step, the row of the target's distribution that chooses the predicted token.
 

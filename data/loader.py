@@ -18,8 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from datasets import Dataset
 
 from data.batch import Features
+from data.target import Target
 
 _OPEN_PACKS = 64
 
@@ -101,6 +104,27 @@ def check_divisible(packs_per_step: int, world_size: int) -> None:
             f"a step has {packs_per_step} packs (train.batch_tokens / train.pack_tokens), which {world_size} ranks cannot share evenly: "
             "change train.batch_tokens or train.pack_tokens"
         )
+
+
+def token_reader(samples: Dataset, target: Target | None, aux_layers: Sequence[int], last: bool) -> Callable[[Sequence[int]], Features]:
+    """A function that reads a pack of documents, with states that the target computes at once where any are wanted.
+
+    Args:
+        samples: tokenised documents.
+        target: computes the states; None where the drafter wants none.
+        aux_layers, last: the states that are wanted.
+    """
+
+    def read(documents: Sequence[int]) -> Features:
+        chosen = [samples[document] for document in documents]
+        ids_T = torch.tensor([token for sample in chosen for token in sample["input_ids"]])
+        mask_T = torch.tensor([flag for sample in chosen for flag in sample["loss_mask"]])
+        lengths = tuple(len(sample["input_ids"]) for sample in chosen)
+        if target is None:
+            return Features(ids_T, mask_T, lengths, aux_TX=None, last_TH=None)
+        return target.features(ids_T, mask_T, lengths, aux_layers, last)
+
+    return read
 
 
 def load_steps(

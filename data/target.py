@@ -75,7 +75,7 @@ class Target:
             raise ValueError(
                 f"{self.config.model_type} targets are not supported: {type(self._base).__name__} has no list of layers to read states from"
             )
-        self.layers: Sequence[nn.Module] = self._base.layers
+        self.layers: nn.ModuleList = self._base.layers
         self.is_packable = self._is_packable()
 
     @classmethod
@@ -124,6 +124,11 @@ class Target:
         return self.model.dtype
 
     @property
+    def final_norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        return self._base.norm
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer, as an engine takes them: the generation config's, and the tokenizer's own."""
         configured = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
@@ -156,15 +161,18 @@ class Target:
         lengths = tuple(int(length) for length in document_lengths)
         input_ids_T = input_ids_T.to(self.device)
         with self._capturing(aux_layers) as captured:
-            if self.is_packable:
-                position_T = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-                with self.attention(_PACKED), holding(_document_lengths, lengths):
-                    last_TH = self._forward(input_ids_T, position_T)
-            else:
-                documents = [self._forward(ids, torch.arange(len(ids), device=self.device)) for ids in input_ids_T.split(lengths)]
-                last_TH = torch.cat(documents)
+            last_TH = self.last_states(input_ids_T, lengths)
         aux_TX = torch.cat([torch.cat(captured[layer]) for layer in aux_layers], dim=-1) if aux_layers else None
         return Features(input_ids_T, loss_mask_T.to(self.device), lengths, aux_TX, last_TH if last else None)
+
+    def last_states(self, input_ids_T: Tensor, document_lengths: Sequence[int]) -> Tensor:
+        """[T, H] post-norm last states of packed documents; differentiable unless the caller turns gradients off."""
+        if not self.is_packable:
+            documents = input_ids_T.split(tuple(document_lengths))
+            return torch.cat([self._forward(ids, torch.arange(len(ids), device=self.device)) for ids in documents])
+        position_T = torch.cat([torch.arange(length) for length in document_lengths]).to(self.device)
+        with self.attention(_PACKED), holding(_document_lengths, tuple(document_lengths)):
+            return self._forward(input_ids_T, position_T)
 
     def _forward(self, input_ids_T: Tensor, position_T: Tensor) -> Tensor:
         return self.forward_base(input_ids_T[None], position_T[None])[0]

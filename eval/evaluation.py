@@ -35,6 +35,7 @@ from eval.acceptance import (
     trajectory_features,
     write_trajectories,
 )
+from eval.backbone import answered_documents, comparison, fit, heldout_documents
 from eval.decode.speedup import check_lossless, measure_speedup
 from eval.report import MeasuredOn, build_report, plot_training, print_report, write_report
 from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
@@ -47,12 +48,9 @@ _EXTRA_TOKENS = 16
 class Evaluation:
     """What train/run.py calls between its own stages; stateless, everything lies in the run's folder."""
 
-    def answer(
-        self, run_dir: Path, target: TargetConfig, settings: EvalConfig, device: torch.device, heldout: Dataset, request: FeatureRequest
-    ) -> None:
-        """Answers the held-out prompts greedily and stores the answers and their states under <run>/answers."""
-        folder = run_dir / "answers"
-        folder.mkdir(exist_ok=True)
+    def answer(self, answers_dir: Path, target: TargetConfig, settings: EvalConfig, device: torch.device, heldout: Dataset) -> None:
+        """Answers the held-out prompts greedily."""
+        answers_dir.mkdir(exist_ok=True)
         prompts = choose_prompts(heldout, settings)
         measured = Target.load(measured_target(target, settings, device), device)
         generated = generate_greedy(measured, prompts.report + prompts.selection, settings.max_new_tokens, _EXTRA_TOKENS)
@@ -60,19 +58,57 @@ class Evaluation:
             Trajectory(tuple(prompt), tuple(answer.answer_ids), tuple(answer.extra_ids))
             for prompt, answer in zip(prompts.report + prompts.selection, generated, strict=True)
         ]
-        wanted = FeatureRequest(aux_layers=request.aux_layers, last=True)
-        for name, part in (("answers", trajectories[: len(prompts.report)]), ("selection", trajectories[len(prompts.report) :])):
-            write_packs(folder / f"{name}.safetensors", trajectory_features(measured, part, wanted, _PACK_TOKENS))
-            write_trajectories(folder / f"{name}.jsonl", part)
+        write_trajectories(answers_dir / "answers.jsonl", trajectories[: len(prompts.report)])
+        write_trajectories(answers_dir / "selection.jsonl", trajectories[len(prompts.report) :])
 
-    def heldout(self, run_dir: Path, settings: EvalConfig, device: torch.device) -> Callable[[Drafter], Acceptance]:
+    def states(self, answers_dir: Path, target: TargetConfig, settings: EvalConfig, device: torch.device, request: FeatureRequest) -> None:
+        """Stores the target's states of the answers beside them; the last one always, near ties are counted from it."""
+        measured = Target.load(measured_target(target, settings, device), device)
+        wanted = FeatureRequest(aux_layers=request.aux_layers, last=True)
+        for name in ("answers", "selection"):
+            trajectories = read_trajectories(answers_dir / f"{name}.jsonl")
+            write_packs(answers_dir / f"{name}.safetensors", trajectory_features(measured, trajectories, wanted, _PACK_TOKENS))
+
+    def heldout(self, answers_dir: Path, settings: EvalConfig, device: torch.device) -> Callable[[Drafter], Acceptance]:
         """A function that measures a drafter on the selection prompts."""
-        packs = [pack.to(device) for pack in read_packs(run_dir / "answers" / "selection.safetensors")]
+        packs = [pack.to(device) for pack in read_packs(answers_dir / "selection.safetensors")]
         return partial(chain_acceptance, packs=packs, draft_length=settings.draft_length)
+
+    def compare_targets(
+        self,
+        run_dir: Path,
+        original: TargetConfig,
+        trained: TargetConfig,
+        settings: EvalConfig,
+        device: torch.device,
+        heldout: Dataset,
+        max_perplexity_increase: float,
+    ) -> None:
+        """Perplexity before and after, and agreement with the original's answers, to backbone.json."""
+        conversations = heldout_documents(heldout, settings.num_prompts)
+        trajectories = read_trajectories(run_dir / "answers" / "answers.jsonl")
+        before = fit(Target.load(measured_target(original, settings, device), device), conversations)
+        target = Target.load(measured_target(trained, settings, device), device)
+        answers = fit(target, answered_documents(trajectories))
+        found = comparison(before, fit(target, conversations), answers, len(trajectories), max_perplexity_increase)
+        write_report(found, run_dir / "backbone.json")
+        print(
+            f"the trained target: held-out perplexity {found['perplexity_before']:.3f} -> {found['perplexity_after']:.3f} "
+            f"({found['perplexity_increase']:+.1%}); {found['answer_token_agreement']:.1%} of the original's answer tokens are still its choice, "
+            f"{found['num_identical_answers']} of {len(trajectories)} answers unchanged",
+            flush=True,
+        )
+        if found["perplexity_increase"] > max_perplexity_increase:
+            raise ValueError(
+                f"training has hurt the target: its held-out perplexity went from {found['perplexity_before']:.3f} to "
+                f"{found['perplexity_after']:.3f} ({found['perplexity_increase']:+.1%}), expected at most {max_perplexity_increase:+.1%} "
+                "(drafter.max_perplexity_increase): lower optim.learning_rate or drafter.heads_weight; nothing was exported"
+            )
 
     def report(
         self,
         run_dir: Path,
+        answers_dir: Path,
         target: TargetConfig,
         settings: EvalConfig,
         device: torch.device,
@@ -83,8 +119,8 @@ class Evaluation:
         """Measures the exported checkpoint and the untrained drafter; writes report.json and training.png; prints the summary."""
         measured_config = measured_target(target, settings, device)
         drafter = exported_drafter(run_dir / "export", measured_config, device)
-        packs = read_packs(run_dir / "answers" / "answers.safetensors")
-        timed = read_trajectories(run_dir / "answers" / "answers.jsonl")[: settings.num_speedup_prompts]
+        packs = read_packs(answers_dir / "answers.safetensors")
+        timed = read_trajectories(answers_dir / "answers.jsonl")[: settings.num_speedup_prompts]
         trained = chain_acceptance(drafter, packs, settings.draft_length)
         near_ties = count_near_ties(packs, drafter.heads.lm_head_VH.cpu())
         measured = Target.load(measured_config, device)
@@ -109,6 +145,8 @@ class Evaluation:
             ),
             export_dir=run_dir / "export",
         )
+        if target.model == str(run_dir / "backbone"):
+            report["backbone"] = json.loads((run_dir / "backbone.json").read_text())
         write_report(report, run_dir / "report.json")
         plot_training(run_dir / "metrics.jsonl", run_dir / "training.png", f"{run_dir.name}: {target.model}")
         print_report(report, files=[run_dir / "report.json", run_dir / "training.png", run_dir / "export"])

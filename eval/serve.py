@@ -133,8 +133,10 @@ def read_run(run: Path) -> RunFiles:
     """
     target = _read_json(run / "config.json")["target"]
     report = _read_json(run / "report.json")
+    if "backbone" in report:  # the drafter was trained with its target, and fits no other
+        target = {"model": str(run / "backbone"), "revision": None}
     config = validate_export(run / "export")
-    path = run / "answers" / "answers.jsonl"
+    path = run / ("backbone_answers" if "backbone" in report else "answers") / "answers.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} is missing: run the recipe to its end, it answers the held-out prompts")
     answers = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]

@@ -24,7 +24,7 @@ from eval.decode.chain import decode_chain
 from eval.decode.plain import decode_plain
 from eval.evaluation import exported_drafter
 from train.drafters.eagle3 import Eagle3, Eagle3Config
-from train.engine import Processes, TorchEngine
+from train.engine import Processes, StepRates, TorchEngine
 from train.optim import OptimConfig
 
 V, W, H, D, N, M, L = 96, 40, 32, 8, 4, 2, 7
@@ -329,7 +329,7 @@ def test_eight_conversations_are_learned_by_heart_and_accepted_in_the_decoder(tm
     drafter = Eagle3(Eagle3Config(draft_vocab_size=64, ttt_steps=3), target.config, heads, vocabulary)
     engine = TorchEngine(drafter, OptimConfig(max_grad_norm=1.0), "fp32", Processes("torch"))
     for step in range(150):
-        engine.train_step([drafter_batch(features)], rate=1e-2 * (1 - step / 150))
+        engine.train_step([drafter_batch(features)], StepRates(1e-2 * (1 - step / 150), {"drafter": 1.0}))
 
     exported = Pair(tmp_path, target, drafter).exported()
     results = [decode_chain(target, exported, prompt, 3, 38, ()) for prompt in prompts]

@@ -17,7 +17,7 @@ from data.extract import document_lengths
 from data.loader import PackPlan
 from data.target import Target, TargetConfig, load_target_heads, target_hf_config
 from train.drafters.eagle3 import Eagle3, Eagle3Config
-from train.engine import Processes, TorchEngine, read_deepspeed_config
+from train.engine import Processes, StepRates, TorchEngine, read_deepspeed_config
 from train.optim import OptimConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,7 +118,7 @@ def trained(target: Path, split: list[list[Features]]) -> tuple[dict[str, torch.
         Eagle3Config(draft_vocab_size=None, ttt_steps=3), target_hf_config(config), load_target_heads(config, "cpu", torch.float32), None
     )
     engine = TorchEngine(drafter, OptimConfig(max_grad_norm=0.5), "fp32", Processes("torch"))
-    outputs = [engine.train_step([drafter_batch(pack) for pack in packs], rate=1e-3) for packs in split]
+    outputs = [engine.train_step([drafter_batch(pack) for pack in packs], StepRates(1e-3, {"drafter": 1.0})) for packs in split]
     return engine.state(), [output.loss for output in outputs], [output.metrics for output in outputs]
 
 

@@ -23,7 +23,14 @@ from eval.evaluation import Evaluation
 from train.cli import main
 from train.run import Run
 
-ALGORITHMS = ("eagle3", "eagle1", "medusa1")
+ALGORITHMS = ("eagle3", "eagle1", "medusa1", "medusa2")
+# What makes a run a small one, and two ranks equal to one: dropout is drawn by each rank for itself.
+SMALL = {
+    "eagle3": ["--drafter.draft-vocab-size", "40", "--drafter.ttt-steps", "3"],
+    "eagle1": [],
+    "medusa1": [],
+    "medusa2": ["--drafter.lora-dropout", "0", "--drafter.backbone-warmup-steps", "2", "--drafter.heads-weight", "0.2"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +44,16 @@ def shared_arguments(tiny_arguments: list[str], tmp_path_factory: pytest.TempPat
     return [*common, "--runs-dir", str(folder / "runs"), "--features.path", str(folder / "store")]
 
 
+def own_arguments(algorithm: str, arguments: list[str]) -> list[str]:
+    """Those of an algorithm: Medusa-2 has no use for a store."""
+    store = arguments.index("--features.path")
+    rest = [*arguments[:store], *arguments[store + 2 :]] if algorithm == "medusa2" else arguments
+    return [*rest, *SMALL[algorithm]]
+
+
 def run(algorithm: str, arguments: list[str]) -> Path:
     recipe = importlib.import_module(f"recipes.{algorithm}").recipe()
-    small = ["--drafter.draft-vocab-size", "40", "--drafter.ttt-steps", "3"] if algorithm == "eagle3" else []
-    main(recipe, Evaluation(), [*arguments, *small])
+    main(recipe, Evaluation(), own_arguments(algorithm, arguments))
     return Path(arguments[arguments.index("--runs-dir") + 1]) / recipe.name
 
 
@@ -89,7 +102,7 @@ def assert_same_weights(run_dir: Path, reference: Path, tolerance: float) -> Non
         torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle1", "medusa1"])
+@pytest.mark.parametrize("algorithm", ["eagle1", "medusa1", "medusa2"])
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(
     runs: dict[str, Path], shared_arguments: list[str], algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +123,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["eagle1", "medusa1"])
+@pytest.mark.parametrize("algorithm", ["eagle1", "medusa1", "medusa2"])
 @pytest.mark.parametrize(
     ("how", "overrides"), [("torchrun", ()), ("deepspeed", ()), ("deepspeed", ("ds_zero1.json",)), ("deepspeed", ("ds_zero3.json",))]
 )
@@ -118,7 +131,7 @@ def test_two_ranks_end_like_one_process(
     launcher: Any, runs: dict[str, Path], shared_arguments: list[str], algorithm: str, how: str, overrides: tuple[str, ...]
 ) -> None:
     arguments = [part for option in overrides for part in ("--train.deepspeed-config", str(launcher.checkout / "launch" / option))]
-    started = dataclasses.replace(launcher, arguments=shared_arguments).command(how, "two", *arguments, "--runs-dir", str(launcher.runs_dir))
+    started = dataclasses.replace(launcher, arguments=own_arguments(algorithm, shared_arguments)).command(how, "two", *arguments, "--runs-dir", str(launcher.runs_dir))
     command = [part.replace("eagle3.py", f"{algorithm}.py") for part in started]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     finished = subprocess.run(command, cwd=launcher.runs_dir, env=environment, text=True, capture_output=True, timeout=240)

@@ -28,14 +28,14 @@ class BestStep:
         """
         self._run_dir = run_dir
         self._log = log
-        self._drafter = drafter
+        self._drafter = drafter.eval()
         self._measure = measure
         path = self._run_dir / "best.json"
         self._best: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"step": -1, "tau": 0.0}
 
     def measure(self, step: int, state: dict[str, Tensor]) -> None:
         """Measures `state` and keeps it if it is the best so far."""
-        self._drafter.load_state_dict(state)
+        self._drafter.load_trained(state)
         acceptance = self._measure(self._drafter)
         is_best = acceptance.tau > self._best["tau"] or step == self._best["step"]
         if is_best:

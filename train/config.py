@@ -147,6 +147,8 @@ class RunConfig:
         longest_chain = self.drafter.longest_chain()
         if longest_chain is not None and self.eval.draft_length > longest_chain:
             raise ValueError(f"eval.draft_length is {self.eval.draft_length}, but this drafter makes {longest_chain} drafts at most")
+        if self.drafter.trains_target and self.features.mode == "offline":
+            raise ValueError(f"{self.drafter.algorithm} trains the target too, so its states cannot be stored: set features.mode online")
         if self.features.mode == "online" and self.features.path is not None:
             raise ValueError("features.path has no effect with features.mode online")
         if "eagle-" in str(self.run_dir).lower():

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,21 @@ from checkpoints.resume import load_optimizer, save_optimizer
 from data.batch import DrafterBatch
 from data.loader import check_divisible
 from train.drafters.base import Drafter
-from train.optim import OptimConfig, build_optimizer, set_rate
+from train.optim import OptimConfig, build_optimizer, set_rates
 
 Precision = Literal["fp32", "bf16"]
+
+
+class StepRates(NamedTuple):
+    """Learning rates of one step.
+
+    Attributes:
+        rate: the schedule's.
+        factors: by part of the drafter (`Drafter.schedule`).
+    """
+
+    rate: float
+    factors: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Engine(Protocol):
 
     processes: Processes
 
-    def train_step(self, batches: Sequence[DrafterBatch], rate: float) -> StepOutput:
+    def train_step(self, batches: Sequence[DrafterBatch], rates: StepRates) -> StepOutput:
         """One optimizer step over this rank's micro-batches of the global batch."""
 
     def save(self, folder: Path) -> None:
@@ -66,7 +78,7 @@ class Engine(Protocol):
         """Restores what `save` wrote; called by every rank."""
 
     def state(self) -> dict[str, Tensor]:
-        """All parameters under their contract names, on the CPU of rank 0 (empty elsewhere); called by every rank."""
+        """All trained parameters by name, on the CPU of rank 0 (empty elsewhere); called by every rank."""
 
 
 class Processes:
@@ -151,7 +163,7 @@ class TorchEngine:
         if processes.world_size > 1:
             self._model = torch.nn.parallel.DistributedDataParallel(drafter, gradient_as_bucket_view=True)
 
-    def train_step(self, batches: Sequence[DrafterBatch], rate: float) -> StepOutput:
+    def train_step(self, batches: Sequence[DrafterBatch], rates: StepRates) -> StepOutput:
         num_supervised = int(self.processes.sum([sum(self._drafter.num_supervised(batch) for batch in batches)])[0])
         scale = self.processes.world_size / max(1, num_supervised)
         losses: list[Tensor] = []
@@ -164,7 +176,7 @@ class TorchEngine:
             losses.append(output.loss_sum.detach())
             _add(metrics, output.metrics)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._drafter.parameters(), self._max_grad_norm))
-        set_rate(self._optimizer, rate)
+        set_rates(self._optimizer, rates.rate, rates.factors)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         loss_sum, num_tokens, *sums = _reduced(self.processes, losses, metrics, batches)
@@ -183,13 +195,13 @@ class TorchEngine:
 
     def load(self, folder: Path) -> None:
         _require(folder / "optimizer.safetensors", "torch")
-        self._drafter.load_state_dict(load_file(folder / "weights.safetensors"))
+        self._drafter.load_trained(load_file(folder / "weights.safetensors"))
         load_optimizer(folder / "optimizer.safetensors", self._drafter, self._optimizer)
 
     def state(self) -> dict[str, Tensor]:
         if not self.processes.is_main:
             return {}
-        return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self._drafter.state_dict().items()}
+        return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self._drafter.trained()}
 
 
 def check_launch(packs_per_step: int, deepspeed_config: Path | None) -> None:
@@ -258,13 +270,13 @@ class DeepSpeedEngine:
         self._packs_per_rank = packs_per_rank
         optimizer = build_optimizer(drafter, optim, is_fused=processes.device.type == "cuda")
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=drafter, optimizer=optimizer, config=config, model_parameters=[p for p in drafter.parameters() if p.requires_grad]
+            model=drafter, optimizer=optimizer, config=config, model_parameters=[parameter for _, parameter in drafter.trained()]
         )
 
-    def train_step(self, batches: Sequence[DrafterBatch], rate: float) -> StepOutput:
+    def train_step(self, batches: Sequence[DrafterBatch], rates: StepRates) -> StepOutput:
         num_supervised = int(self.processes.sum([sum(self._drafter.num_supervised(batch) for batch in batches)])[0])
         scale = self.processes.world_size * self._packs_per_rank / max(1, num_supervised)
-        set_rate(self._optimizer, rate)
+        set_rates(self._optimizer, rates.rate, rates.factors)
         losses: list[Tensor] = []
         metrics: dict[str, Tensor] = {}
         for batch in batches:
@@ -285,19 +297,20 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> None:
         try:
-            self._engine.save_checkpoint(str(folder), tag="deepspeed")
+            self._engine.save_checkpoint(str(folder), tag="deepspeed", exclude_frozen_parameters=True)
         except RuntimeError as error:  # what torch.save raises where the disk is full
             raise OSError(f"DeepSpeed could not write its checkpoint to {folder}: {error}") from error
 
     def load(self, folder: Path) -> None:
         _require(folder / "deepspeed", "deepspeed")
-        loaded, _ = self._engine.load_checkpoint(str(folder), tag="deepspeed")
+        # Not strict: what is frozen is not in there.
+        loaded, _ = self._engine.load_checkpoint(str(folder), tag="deepspeed", load_module_strict=False)
         if loaded is None:
             raise ValueError(f"DeepSpeed found no checkpoint in {folder}: remove the folder to go on from the one before it")
 
     def state(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self._drafter.named_parameters():
+        for name, parameter in self._drafter.trained():
             with _whole(parameter):
                 if self.processes.is_main:
                     tensors[name] = parameter.detach().cpu().contiguous().clone()

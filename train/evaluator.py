@@ -28,17 +28,35 @@ class Acceptance(Protocol):
 class Evaluator(Protocol):
     """The measuring side of a run."""
 
-    def answer(
-        self, run_dir: Path, target: TargetConfig, settings: EvalConfig, device: torch.device, heldout: Dataset, request: FeatureRequest
-    ) -> None:
-        """Lets the target answer the held-out prompts and stores answers and their hidden states under <run>/answers."""
+    def answer(self, answers_dir: Path, target: TargetConfig, settings: EvalConfig, device: torch.device, heldout: Dataset) -> None:
+        """Lets the target answer the held-out prompts."""
 
-    def heldout(self, run_dir: Path, settings: EvalConfig, device: torch.device) -> Callable[[Drafter], Acceptance]:
+    def states(self, answers_dir: Path, target: TargetConfig, settings: EvalConfig, device: torch.device, request: FeatureRequest) -> None:
+        """Stores the target's hidden states of the answers beside them."""
+
+    def heldout(self, answers_dir: Path, settings: EvalConfig, device: torch.device) -> Callable[[Drafter], Acceptance]:
         """A function that measures a drafter on the prompts that choose the best step."""
+
+    def compare_targets(
+        self,
+        run_dir: Path,
+        original: TargetConfig,
+        trained: TargetConfig,
+        settings: EvalConfig,
+        device: torch.device,
+        heldout: Dataset,
+        max_perplexity_increase: float,
+    ) -> None:
+        """Measures what training did to the target and writes backbone.json.
+
+        Raises:
+            ValueError: if its perplexity rose by a larger share than `max_perplexity_increase`.
+        """
 
     def report(
         self,
         run_dir: Path,
+        answers_dir: Path,
         target: TargetConfig,
         settings: EvalConfig,
         device: torch.device,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from train.drafters.base import Drafter
 from train.losses import cosine_schedule
 
 
@@ -44,18 +46,20 @@ class OptimConfig:
         return self.learning_rate * cosine_schedule(step, num_steps, num_warmup_steps, self.final_share)
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig, is_fused: bool) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, matrices and the rest in two groups."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+def build_optimizer(drafter: Drafter, config: OptimConfig, is_fused: bool) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters: of each part of the drafter, matrices and the rest in two groups."""
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in drafter.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((drafter.part_of(name), parameter.ndim >= 2), []).append(parameter)
+    settings = [
+        {"params": parameters, "weight_decay": config.weight_decay if is_matrix else 0.0, "part": part}
+        for (part, is_matrix), parameters in groups.items()
     ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=is_fused)
+    return torch.optim.AdamW(settings, lr=config.learning_rate, betas=config.betas, fused=is_fused)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate of every group."""
+def set_rates(optimizer: torch.optim.Optimizer, rate: float, factors: Mapping[str, float]) -> None:
+    """Sets the learning rate of every group: `rate` times the factor of the part that it belongs to."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * factors[group["part"]]

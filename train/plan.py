@@ -15,14 +15,14 @@ import torch
 from datasets import Dataset, load_from_disk
 from rich.console import Console
 from rich.table import Table
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from data.chat import ChatTokenizer, SampleError
 from data.conversations import read_conversations
 from data.extract import document_lengths
 from data.loader import PackPlan
 from data.report import DataReport
-from data.target import TargetHeads, load_tokenizer, stored_dtype, target_hf_config
+from data.target import Target, TargetHeads, load_tokenizer, stored_dtype, target_hf_config
 from data.vocab import DraftVocabulary
 from train.config import RunConfig
 from train.drafters.base import FeatureRequest, load_drafter_class
@@ -62,7 +62,7 @@ def make_plan(config: RunConfig) -> Plan:
     check_launch(config.train.packs_per_step, config.train.deepspeed_config)
     target = target_hf_config(config.target)
     request = load_drafter_class(config.drafter.algorithm).feature_request_of(config.drafter, target)
-    num_parameters = _num_parameters(config, target)
+    num_parameters, num_frozen = _num_parameters(config, target)
     lengths, is_exact = _document_lengths(config)
     num_tokens = int(lengths.sum())
     packs = PackPlan(lengths, config.train.pack_tokens, config.train.packs_per_step, config.train.seed)
@@ -80,6 +80,7 @@ def make_plan(config: RunConfig) -> Plan:
         store_bytes=num_tokens * _stored_bytes_per_token(target, request) if config.features.mode == "offline" else 0,
         checkpoint_bytes=(config.train.num_kept_checkpoints * 12 + 4) * num_parameters,
         memory_bytes=_optimizer_bytes(config, num_parameters)
+        + num_frozen * (2 if is_bf16 else 4)
         + 2 * target.vocab_size * target.hidden_size * (2 if is_bf16 else 4)
         + config.train.pack_tokens * state_bytes,
     )
@@ -104,15 +105,18 @@ def print_plan(config: RunConfig) -> None:
     Console().print(table)
 
 
-def _num_parameters(config: RunConfig, target: PretrainedConfig) -> int:
-    """Counts a drafter that is built without memory."""
+def _num_parameters(config: RunConfig, target: PretrainedConfig) -> tuple[int, int]:
+    """(trained, frozen) parameters of a drafter that is built without memory; frozen ones are those of a target that is trained by adapters."""
     size = config.drafter.vocabulary_size(target.vocab_size)
     vocabulary = None if size is None else DraftVocabulary(tuple(range(size)), target.vocab_size, 1.0)
     with torch.device("meta"):
         matrix_VH = torch.empty(target.vocab_size, target.hidden_size)
         heads = TargetHeads(matrix_VH, matrix_VH, torch.empty(target.hidden_size), 1e-6)
         drafter = load_drafter_class(config.drafter.algorithm)(config.drafter, target, heads, vocabulary)
-    return sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+        if config.drafter.trains_target:
+            drafter.attach_target(Target(AutoModelForCausalLM.from_config(target), load_tokenizer(config.target)))
+    num_trained = sum(parameter.numel() for _, parameter in drafter.trained())
+    return num_trained, sum(parameter.numel() for parameter in drafter.parameters()) - num_trained
 
 
 def _document_lengths(config: RunConfig) -> tuple[np.ndarray, bool]:

@@ -2,9 +2,11 @@
 
     prepare     conversations -> tokenised train and held-out splits, data_report.json
     answer      the target answers the held-out prompts: what acceptance is measured on
+    states      the target's hidden states of those answers
     regenerate  (answers.source target) the target answers the train prompts
     extract     (features.mode offline) the target's hidden states of the train split, to disk
     train       the drafter; held-out acceptance is measured on the way and the best step kept
+    backbone    (a drafter that trains the target too) the target as the best step left it, and what that did to it
     export      the best step as a checkpoint that vLLM and SGLang load
     evaluate    acceptance of the *exported* checkpoint, speed-up, report.json, training.png
 
@@ -14,6 +16,7 @@ interrupted run stopped. Every process of a launch runs this file; rank 0 does w
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -22,7 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,16 +49,26 @@ from checkpoints.resume import (
 )
 from data.batch import Features, drafter_batch
 from data.extract import document_lengths, extract, finish_store, is_served_by
-from data.loader import PackPlan, load_steps
+from data.loader import PackPlan, load_steps, token_reader
 from data.prepare import prepare
 from data.regenerate import regenerate
 from data.shards import INDEX_FILE, FeatureStore, StoreHeader
-from data.target import Target, TargetHeads, check_plain_logits, load_target_heads, load_tokenizer, stored_dtype, target_fingerprint, target_hf_config
+from data.target import (
+    Target,
+    TargetConfig,
+    TargetHeads,
+    check_plain_logits,
+    load_target_heads,
+    load_tokenizer,
+    stored_dtype,
+    target_fingerprint,
+    target_hf_config,
+)
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
 from train.best import BestStep, best_weights
 from train.config import RunConfig, save_config, to_json
 from train.drafters.base import Drafter, load_drafter_class
-from train.engine import DeepSpeedEngine, Engine, Precision, Processes, TorchEngine, check_launch, read_deepspeed_config
+from train.engine import DeepSpeedEngine, Engine, Precision, Processes, StepRates, TorchEngine, check_launch, read_deepspeed_config
 from train.evaluator import Evaluator
 from train.metrics import MetricsLog
 from train.stages import Stage, StageRecords, source_identity
@@ -71,6 +84,7 @@ def run(config: RunConfig, evaluator: Evaluator) -> None:
     stages.regenerate()
     stages.extract()
     stages.train()
+    stages.backbone()
     stages.export()
     stages.evaluate()
     processes.close()  # not after an error: it waits for ranks that may be gone
@@ -113,16 +127,22 @@ class Run:
         self._once(self.prepare_stage, work)
 
     def answer(self) -> None:
-        """The held-out prompts, answered by the target."""
-        settings = to_json(self.config.eval)
+        """The held-out prompts, answered by the target, and its states of the answers."""
+        self.answers_dir = self.run_dir / "answers"
+        self.states_stage = self._answer("", self.config.target, {"prepare": self.prepare_stage.fingerprint})
+
+    def _answer(self, prefix: str, target: TargetConfig, answered_by: dict[str, Any]) -> Stage:
+        """Two stages, since the answers are the dear part and serve every algorithm; returns the second."""
+        config, device, folder = self.config, self.processes.device, self.answers_dir
+        settings = to_json(config.eval)
         inputs = {name: settings[name] for name in ("num_prompts", "num_selection_prompts", "max_prompt_tokens", "max_new_tokens", "dtype")}
-        inputs |= {"prepare": self.prepare_stage.fingerprint, "request": to_json(self.request)}
-        self.answer_stage = Stage("answer", inputs, self.run_dir / "answers" / "selection.jsonl")
-        config, device = self.config, self.processes.device
-        self._once(
-            self.answer_stage,
-            lambda: self.evaluator.answer(self.run_dir, config.target, config.eval, device, self._prepared("heldout"), self.request),
+        answer = Stage(f"{prefix}answer", inputs | answered_by, folder / "selection.jsonl")
+        self._once(answer, lambda: self.evaluator.answer(folder, target, config.eval, device, self._prepared("heldout")))
+        states = Stage(
+            f"{prefix}states", {"answers": answer.fingerprint, "request": to_json(self.request)}, folder / "selection.safetensors"
         )
+        self._once(states, lambda: self.evaluator.states(folder, target, config.eval, device, self.request))
+        return states
 
     def regenerate(self) -> None:
         """The train prompts, answered by the target, where the recipe asks for it."""
@@ -191,7 +211,7 @@ class Run:
             "train",
             {
                 "features": self.features_stage.fingerprint,
-                "answers": self.answer_stage.fingerprint,
+                "answers": self.states_stage.fingerprint,
                 "drafter": to_json(self.config.drafter),
                 "algorithm": self.config.drafter.algorithm,
                 "optim": to_json(self.config.optim),
@@ -220,7 +240,7 @@ class Run:
         log = MetricsLog(config, num_steps, first_step) if processes.is_main else None
         keeper = None
         if log is not None:
-            measure = self.evaluator.heldout(self.run_dir, config.eval, processes.device)
+            measure = self.evaluator.heldout(self.answers_dir, config.eval, processes.device)
             keeper = BestStep(self.run_dir, self.build_drafter().to(processes.device), measure, log)
         if checkpoint is not None and processes.rank < resumed["world_size"]:
             load_rng(checkpoint, processes.rank)  # last: building a drafter draws random numbers
@@ -233,15 +253,15 @@ class Run:
             waiting = time.monotonic()
             packs = next(steps)
             waited_s = time.monotonic() - waiting
-            rate = config.optim.rate(step, num_steps)
-            output = engine.train_step([drafter_batch(pack.to(processes.device)) for pack in packs], rate)
+            rates = StepRates(config.optim.rate(step, num_steps), drafter.schedule(step, num_steps))
+            output = engine.train_step([drafter_batch(pack.to(processes.device)) for pack in packs], rates)
             done = step + 1
             if not np.isfinite(output.loss):
                 raise ValueError(
                     f"the loss is {output.loss} at step {done}: lower optim.learning_rate, then run again; {self.run_dir} keeps the last checkpoint"
                 )
             if log is not None:
-                log.step(done, output, rate, waited_s)
+                log.step(done, output, rates.rate, waited_s)
             if done % config.train.heldout_every == 0 or done == num_steps:
                 self._measure(keeper, engine, done)
             if done % config.train.save_every == 0 or done == num_steps:
@@ -287,12 +307,20 @@ class Run:
             prune_checkpoints(self.run_dir, self.config.train.num_kept_checkpoints)
         self.processes.barrier()
 
-    def build_drafter(self) -> Drafter:
-        """The drafter as it is before the first step, the same on every rank and at every call."""
+    def build_drafter(self, dtype: Literal["bfloat16", "float32"] | None = None) -> Drafter:
+        """The drafter as it is before the first step, the same on every rank and at every call.
+
+        Args:
+            dtype: of the target that it trains too, where it does; None is the training precision.
+        """
         path = self._vocabulary_path()
         vocabulary = None if path is None else DraftVocabulary.load(path)
         torch.manual_seed(self.config.train.seed)
-        return self.drafter_class(self.config.drafter, self.target_config, self.heads(), vocabulary)
+        drafter = self.drafter_class(self.config.drafter, self.target_config, self.heads(), vocabulary)
+        if self.config.drafter.trains_target:
+            dtype = dtype or ("bfloat16" if self._precision() == "bf16" else "float32")
+            drafter.attach_target(Target.load(dataclasses.replace(self.config.target, dtype=dtype), self.processes.device))
+        return drafter
 
     def heads(self) -> TargetHeads:
         """The target's embedding, norm and head on this rank's device, in the training precision."""
@@ -347,26 +375,45 @@ class Run:
             store = FeatureStore.open(self.config.features_dir)
             store.require(self.request.aux_layers, self.request.last)
             return partial(store.read, aux_layers=self.request.aux_layers, last=self.request.last)
-        target, samples = self._loaded_target(), self._samples()
-
-        def read(documents: list[int]) -> Features:
-            chosen = [samples[document] for document in documents]
-            ids_T = torch.tensor([token for sample in chosen for token in sample["input_ids"]])
-            mask_T = torch.tensor([flag for sample in chosen for flag in sample["loss_mask"]])
-            lengths = tuple(len(sample["input_ids"]) for sample in chosen)
-            return target.features(ids_T, mask_T, lengths, self.request.aux_layers, self.request.last)
-
-        return read
+        is_needed = bool(self.request.aux_layers) or self.request.last
+        return token_reader(self._samples(), self._loaded_target() if is_needed else None, self.request.aux_layers, self.request.last)
 
     # --- after training -------------------------------------------------------------------------------------------------
 
+    def backbone(self) -> None:
+        """The target as the best step left it, where the drafter trains it too: it is what the drafter serves with from here on."""
+        self.served_target, self.best_stage = self.config.target, self.train_stage
+        if not self.config.drafter.trains_target:
+            return
+        config, device, folder = self.config, self.processes.device, self.run_dir / "backbone"
+        self.served_target = TargetConfig(model=str(folder))
+        self.best_stage = Stage("backbone", {"train": self.train_stage.fingerprint}, self.run_dir / "backbone.json")
+
+        def work() -> None:
+            drafter = self.build_drafter(dtype="float32")
+            drafter.load_trained(load_file(best_weights(self.run_dir)))
+            drafter.save_target(folder, stored_dtype(self.target_config))
+            self.evaluator.compare_targets(
+                self.run_dir,
+                config.target,
+                self.served_target,
+                config.eval,
+                device,
+                self._prepared("heldout"),
+                config.drafter.perplexity_bound(),
+            )
+
+        self._once(self.best_stage, work)
+        self.answers_dir = self.run_dir / "backbone_answers"
+        self._answer("backbone_", self.served_target, {"backbone": self.best_stage.fingerprint})
+
     def export(self) -> None:
         """The best step as a checkpoint for the engines."""
-        self.export_stage = Stage("export", {"train": self.train_stage.fingerprint}, self.run_dir / "export" / "config.json")
+        self.export_stage = Stage("export", {"train": self.best_stage.fingerprint}, self.run_dir / "export" / "config.json")
 
         def work() -> None:
             drafter = self.build_drafter()
-            drafter.load_state_dict(load_file(best_weights(self.run_dir)))
+            drafter.load_trained(load_file(best_weights(self.run_dir)))
             export_drafter(
                 drafter.export_tensors(),
                 algorithm=self.config.drafter.algorithm,
@@ -375,7 +422,7 @@ class Run:
                 aux_layers=self.request.aux_layers,
                 dtype=stored_dtype(self.target_config),
                 out_dir=self.run_dir / "export",
-                provenance=collect_provenance(self.config.target.model, self.target_id, to_json(self.config)),
+                provenance=collect_provenance(self.served_target.model, target_fingerprint(self.served_target), to_json(self.config)),
             )
 
         self._once(self.export_stage, work)
@@ -395,7 +442,10 @@ class Run:
                 best_step=json.loads((self.run_dir / "best.json").read_text())["step"],
             )
             config, device = self.config, self.processes.device
-            self.evaluator.report(self.run_dir, config.target, config.eval, device, config.data.sources, self.build_drafter(), facts)
+            untrained = self.build_drafter()
+            self.evaluator.report(
+                self.run_dir, self.answers_dir, self.served_target, config.eval, device, config.data.sources, untrained, facts
+            )
 
         self._once(stage, work)
 

@@ -12,26 +12,37 @@ import importlib
 import pkgutil
 from abc import abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from data.batch import DrafterBatch
-from data.target import TargetHeads
+from data.target import Target, TargetHeads
 from data.vocab import DraftVocabulary
 from train.losses import DistillationSums, Labels, LossKind, Teacher, distillation_loss
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Base of the per-algorithm configs; each drafter file defines its own."""
+    """Base of the per-algorithm configs; each drafter file defines its own.
+
+    A drafter that trains the target too (`trains_target`) is given it by `Drafter.attach_target`, reads no stored states, and fits only the target
+    that `Drafter.save_target` writes.
+    """
 
     algorithm: ClassVar[str]
+    trains_target: ClassVar[bool] = False
 
     def vocabulary_size(self, target_vocab_size: int) -> int | None:
         """Size of the draft vocabulary, or None where the drafter covers the target's whole vocabulary."""
         return None
+
+    def perplexity_bound(self) -> float:
+        """Largest share by which the target's held-out perplexity may rise; only asked where `trains_target`."""
+        raise NotImplementedError
 
     def longest_chain(self) -> int | None:
         """Most drafts of a chain, or None where the drafter can go on for ever."""
@@ -101,6 +112,42 @@ class Drafter(nn.Module):
     @abstractmethod
     def from_export(cls, export_config: dict[str, Any], tensors: dict[str, Tensor], target: PretrainedConfig, heads: TargetHeads) -> Drafter:
         """The drafter that an engine would see in an exported checkpoint: built from its config.json and tensors alone."""
+
+    # --- what is trained ------------------------------------------------------------------------------------------------
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are trained, by name: what checkpoints of a run hold."""
+        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def load_trained(self, state: dict[str, Tensor]) -> None:
+        """Takes in the values of all trained parameters; the frozen ones stay as they are.
+
+        Raises:
+            ValueError: if they are not the parameters of this drafter.
+        """
+        expected = {name for name, _ in self.trained()}
+        if expected != state.keys():
+            different = ", ".join(sorted(expected ^ state.keys())[:3])
+            raise ValueError(f"the saved weights are of another drafter: {different} is in only one of the two")
+        self.load_state_dict(state, strict=False)
+
+    def part_of(self, parameter: str) -> str:
+        """The part of the drafter that a parameter belongs to; parts can have learning rates of their own (`schedule`)."""
+        return "drafter"
+
+    def schedule(self, step: int, num_steps: int) -> dict[str, float]:
+        """Told before each step which one comes (0-based); returns a factor on the learning rate for each part."""
+        return {"drafter": 1.0}
+
+    def attach_target(self, target: Target) -> None:
+        """Hands over the target that this drafter trains too; only called where its config says `trains_target`."""
+        raise NotImplementedError
+
+    def save_target(self, folder: Path, dtype: torch.dtype) -> None:
+        """Writes the trained target, in this dtype, as a model that transformers and the engines load; the drafter is used up by it."""
+        raise NotImplementedError
+
+    # --- checkpoint -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def export_tensors(self) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ class ResidualBlocks(nn.Module):
 class Medusa1(Drafter):
     """Medusa heads."""
 
-    config_class = Medusa1Config
+    config_class: ClassVar[type[Medusa1Config]] = Medusa1Config
 
     def __init__(self, config: Medusa1Config, target: PretrainedConfig, heads: TargetHeads, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(config, target, heads, vocabulary)
@@ -116,7 +116,7 @@ class Medusa1(Drafter):
 
     @classmethod
     def from_export(cls, export_config: dict[str, Any], tensors: dict[str, Tensor], target: PretrainedConfig, heads: TargetHeads) -> Medusa1:
-        config = Medusa1Config(
+        config = cls.config_class(
             num_heads=export_config["num_heads"],
             num_layers=export_config["num_hidden_layers"],
             shared_lm_head=export_config["original_lm_head"],
@@ -142,14 +142,16 @@ class Medusa1(Drafter):
     # --- training -------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: DrafterBatch) -> LossOutput:
+        return self.heads_loss(batch, _last(batch))
+
+    def heads_loss(self, batch: DrafterBatch, last_TH: Tensor) -> LossOutput:
         """Sum over heads k and supervised positions of decay^k * cross entropy, one head after the other."""
-        last_TH = _last(batch)
         losses = []
         metrics: dict[str, Tensor] = {}
         for step, is_supervised_T in enumerate(self._supervised(batch)):
             hidden_1RH = self.blocks[step](self._cast(last_TH[is_supervised_T]))[None]
             weight_1R = torch.full(hidden_1RH.shape[:2], self.config.head_decay ** (step + 1), device=last_TH.device)
-            sums = self._head_loss(step, hidden_1RH, self._teacher(batch, step, is_supervised_T), weight_1R)
+            sums = self._head_loss(step, hidden_1RH, self._teacher(batch, last_TH, step, is_supervised_T), weight_1R)
             losses.append(sums.loss_sum)
             metrics |= {f"hits_{step}": sums.hits_K[0], f"rows_{step}": sums.rows_K[0]}
         return LossOutput(torch.stack(losses).sum(), metrics)
@@ -161,11 +163,11 @@ class Medusa1(Drafter):
             is_supervised_T = is_supervised_T & batch.supervised(step)
             yield is_supervised_T
 
-    def _teacher(self, batch: DrafterBatch, step: int, is_supervised_T: Tensor) -> Teacher | Labels:
+    def _teacher(self, batch: DrafterBatch, last_TH: Tensor, step: int, is_supervised_T: Tensor) -> Teacher | Labels:
         """What draft `step` of the supervised pairs is judged against."""
         if self.config.labels == "hard":
             return Labels(batch.predicted_tokens(step)[is_supervised_T][None])
-        last_RH = _last(batch)[batch.teacher_rows(step)[is_supervised_T]]
+        last_RH = last_TH.detach()[batch.teacher_rows(step)[is_supervised_T]]
         return Teacher(last_RH, self.heads.lm_head_VH, draft_ids_W=None, drops_outside=False)
 
     def _head_loss(self, step: int, hidden_1RH: Tensor, teacher: Teacher | Labels, weight_1R: Tensor) -> DistillationSums:

@@ -131,7 +131,8 @@ def test_two_ranks_end_like_one_process(
     launcher: Any, runs: dict[str, Path], shared_arguments: list[str], algorithm: str, how: str, overrides: tuple[str, ...]
 ) -> None:
     arguments = [part for option in overrides for part in ("--train.deepspeed-config", str(launcher.checkout / "launch" / option))]
-    started = dataclasses.replace(launcher, arguments=own_arguments(algorithm, shared_arguments)).command(how, "two", *arguments, "--runs-dir", str(launcher.runs_dir))
+    own = dataclasses.replace(launcher, arguments=own_arguments(algorithm, shared_arguments))
+    started = own.command(how, "two", *arguments, "--runs-dir", str(launcher.runs_dir))
     command = [part.replace("eagle3.py", f"{algorithm}.py") for part in started]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     finished = subprocess.run(command, cwd=launcher.runs_dir, env=environment, text=True, capture_output=True, timeout=240)

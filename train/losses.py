@@ -113,16 +113,16 @@ class _Distillation(torch.autograd.Function):
                 student_KCH = student_KRH[:, rows].to(compute_dtype)
                 if isinstance(teacher, Labels):
                     is_inside_C = torch.ones_like(active_KC[0])
-                    logits_KCW = (student_KCH @ head.T).float()
+                    logits_KCW = _product(student_KCH, head.T).float()
                     chunk_loss, grad_logits_KCW, hits_KC = _label_loss_and_gradient(logits_KCW, teacher.label_KR[:, rows], weight_KC)
                 else:
                     p_CW, argmax_C, is_inside_C = _teacher_distribution(teacher, rows, compute_dtype)
-                    logits_KCW = (student_KCH @ head.T).float()
+                    logits_KCW = _product(student_KCH, head.T).float()
                     chunk_loss, grad_logits_KCW, hits_KC = _loss_and_gradient(logits_KCW, p_CW, argmax_C, weight_KC * is_inside_C, kind)
                 loss_sum += chunk_loss
                 counts_3K += torch.stack([(hits_KC & is_inside_C & active_KC).sum(1), active_KC.sum(1), (active_KC & ~is_inside_C).sum(1)])
                 grad_logits_KCW = grad_logits_KCW.to(compute_dtype)
-                grad_student_KRH[:, rows] = (grad_logits_KCW @ head).to(grad_student_KRH.dtype)
+                grad_student_KRH[:, rows] = _product(grad_logits_KCW, head).to(grad_student_KRH.dtype)
                 if grad_head_WH is not None:
                     grad_head_WH += grad_logits_KCW.flatten(0, 1).T @ student_KCH.flatten(0, 1)
         ctx.save_for_backward(grad_student_KRH, *([] if grad_head_WH is None else [grad_head_WH.to(head_WH.dtype)]))
@@ -135,6 +135,11 @@ class _Distillation(torch.autograd.Function):
         grad_student_KRH, *grad_head = ctx.saved_tensors
         head = grad_head[0] * grad_loss.to(grad_head[0].dtype) if grad_head else None
         return grad_student_KRH * grad_loss.to(grad_student_KRH.dtype), head, None, None, None
+
+
+def _product(rows_KCM: Tensor, matrix_MN: Tensor) -> Tensor:
+    """[K, C, N] as one matrix product: torch would copy the matrix for a batched one."""
+    return (rows_KCM.flatten(0, 1) @ matrix_MN).unflatten(0, rows_KCM.shape[:2])
 
 
 def _teacher_width(teacher: Teacher | Labels) -> int:

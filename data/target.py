@@ -203,6 +203,8 @@ class Target:
         Three tokens in two documents show it: every layer calls the function once and hands it no tensor or number that would change the scores
         (sinks, softcaps, position biases).
         """
+        if self.device.type == "meta":  # built to be counted, not to be run
+            return False
         if not self.model._supports_attention_backend or _rope_types(self.config.to_dict()) & _WHOLE_FORWARD_ROPE:
             return False
         calls: list[dict[str, Any]] = []

@@ -28,15 +28,17 @@ from train.drafters.base import DrafterConfig, load_drafter_class
 from train.drafters.eagle1 import Eagle1Config
 from train.drafters.eagle3 import Eagle3Config
 from train.drafters.medusa1 import Medusa1Config
+from train.drafters.medusa2 import Medusa2Config
 
 V, NUM_DRAFTS, MAX_TOKENS, END = 96, 3, 32, 5
-NUM_TRAINED_ON, NUM_MEASURED = 24, 16
+NUM_TRAINED_ON, NUM_MEASURED, NUM_STEPS = 24, 16, 80
 
 DRAFTERS = {
     "eagle1": Eagle1Config(),
     "eagle3": Eagle3Config(draft_vocab_size=80, ttt_steps=3),
     "medusa1": Medusa1Config(num_heads=4, num_layers=2),
     "medusa1 through the target's head": Medusa1Config(num_heads=3, shared_lm_head=True, labels="soft"),
+    "medusa2 with its own backbone": Medusa2Config(num_heads=3, lora_rank=8, heads_rate=1.0, heads_weight=0.2, backbone_warmup_steps=5),
 }
 
 
@@ -84,10 +86,13 @@ def measured_run(run: Path, target_dir: Path, config: DrafterConfig) -> list[flo
     torch.manual_seed(0)
     drafter_class = load_drafter_class(config.algorithm)
     drafter = drafter_class(config, hf_config, load_target_heads(target_config, "cpu", torch.float32), vocabulary)
+    if config.trains_target:
+        drafter.attach_target(Target.load(target_config, "cpu"))
     [pack] = trajectory_features(target, answered(target, NUM_TRAINED_ON, seed=1), drafter.request, pack_tokens=10**6)
     batch = drafter_batch(pack.features)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-    for _ in range(80):
+    for step in range(NUM_STEPS):
+        drafter.schedule(step, NUM_STEPS)
         loss = drafter(batch).loss_sum / drafter.num_supervised(batch)
         optimizer.zero_grad()
         loss.backward()
@@ -102,13 +107,19 @@ def measured_run(run: Path, target_dir: Path, config: DrafterConfig) -> list[flo
         out_dir=run / "export",
         provenance=Provenance("c0ffee", {}, "random", "f00d", "5eed"),
     )
+    answers, report = "answers", {}
+    if config.trains_target:
+        drafter.save_target(run / "backbone", torch.float32)
+        answers, report = "backbone_answers", {"backbone": {}}
+        target_config = TargetConfig(str(run / "backbone"))
+        target = Target.load(target_config, "cpu")
     # Half of the prompts are those it was trained on, so that long chains are accepted too.
     trajectories = answered(target, NUM_MEASURED // 2, seed=1) + answered(target, NUM_MEASURED // 2, seed=2)
     reloaded = exported_drafter(run / "export", target_config, torch.device("cpu"))
     ours = chain_acceptance(reloaded, trajectory_features(target, trajectories, reloaded.request, pack_tokens=512), NUM_DRAFTS)
-    (run / "answers").mkdir()
-    write_trajectories(run / "answers" / "answers.jsonl", trajectories)
-    (run / "report.json").write_text(json.dumps(ours.to_json()))
+    (run / answers).mkdir()
+    write_trajectories(run / answers / "answers.jsonl", trajectories)
+    (run / "report.json").write_text(json.dumps(ours.to_json() | report))
     (run / "config.json").write_text(json.dumps({"target": {"model": str(target_dir), "revision": None}}))
     return ours.joint_acceptance
 

@@ -168,9 +168,9 @@ class Medusa2(Medusa1):
     def forward(self, batch: DrafterBatch) -> LossOutput:
         if not self._is_joint:
             heads = self.heads_loss(batch, self._original_states(batch))
-            # Every parameter takes part in every step, also where it does not count (Drafter.forward).
-            idle = torch.stack([parameter.sum() for name, parameter in self.trained() if self.part_of(name) == "backbone"]).sum()
-            return LossOutput(heads.loss_sum + 0.0 * idle, heads.metrics)
+            # Every parameter takes part in every step, in its own module's forward (Drafter.forward): one token goes through the backbone for nothing.
+            idle_1H = self._target[0].last_states(batch.features.input_ids_T[:1], (1,))
+            return LossOutput(heads.loss_sum + 0.0 * idle_1H.sum(), heads.metrics)
         last_TH = self._states(batch)
         language_loss = self._language_loss(batch, last_TH)
         heads = self.heads_loss(batch, _ScaledGradient.apply(last_TH, self.config.heads_weight * self._heads_share))

@@ -1,6 +1,6 @@
 """Writes a drafter as a checkpoint that the engines load, and checks one against the contract.
 
-Place in the flow: trained drafter -> `export_drafter` -> runs/<name>/export/ (config.json, model.safetensors, headstart.json) ->
+Place in the flow: trained drafter -> `export_drafter` -> runs/<name>/export/ (config.json, model.safetensors, headstart.json, README.md) ->
 evaluator, vLLM, SGLang, Hub. An export ends by being read back and compared bit for bit with what was given; the rules themselves
 are the rows of checkpoints/serving.py.
 
@@ -38,6 +38,7 @@ from checkpoints.serving import (
 CONFIG_FILE = "config.json"
 TENSORS_FILE = "model.safetensors"
 PROVENANCE_FILE = "headstart.json"
+CARD_FILE = "README.md"
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "BOOL": "bool"}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,6 +53,7 @@ def export_drafter(
     dtype: torch.dtype,
     out_dir: Path,
     provenance: Provenance,
+    card: str,
 ) -> Path:
     """Writes a checkpoint that the engines load; nothing is at `out_dir` unless the whole export passed its checks.
 
@@ -65,6 +67,7 @@ def export_drafter(
         dtype: dtype of the floating tensors in the file.
         out_dir: an earlier export there is replaced.
         provenance: written to headstart.json.
+        card: written to README.md.
 
     Returns:
         `out_dir`.
@@ -87,6 +90,7 @@ def export_drafter(
         _write_json(staging / CONFIG_FILE, config)
         limits = engine_limits(config, target_config.get_text_config().num_hidden_layers)
         _write_json(staging / PROVENANCE_FILE, {"algorithm": algorithm, "engine_limits": limits, **provenance.to_json()})
+        (staging / CARD_FILE).write_text(card)
         _check_reload(staging, to_write)
         _replace_directory(staging, out_dir)
     finally:
@@ -230,7 +234,7 @@ def _refuse_foreign_directory(directory: Path) -> None:
     if not directory.exists():
         return
     names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else {directory.name}
-    foreign = ", ".join(sorted(names - {CONFIG_FILE, TENSORS_FILE, PROVENANCE_FILE}))
+    foreign = ", ".join(sorted(names - {CONFIG_FILE, TENSORS_FILE, PROVENANCE_FILE, CARD_FILE}))
     if foreign:
         raise ValueError(f"{directory} holds {foreign}, which no export wrote: choose another directory or empty it")
 

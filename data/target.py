@@ -66,9 +66,9 @@ _probed: ContextVar[list[dict[str, Any]]] = ContextVar("probed")
 class Target:
     """A loaded frozen target."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self.config: PretrainedConfig = model.config.get_text_config()
         self._base: Any = model.get_decoder()
         if not hasattr(self._base, "layers"):
@@ -102,6 +102,11 @@ class Target:
                 f"the weight files of target.model {config.model!r} lack {len(missing)} tensors ({', '.join(missing[:3])}): copy or download it again"
             )
         return cls(model.to(device), tokenizer)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        assert self._tokenizer is not None, "a model that was built to be counted has no tokenizer"
+        return self._tokenizer
 
     @property
     def num_layers(self) -> int:

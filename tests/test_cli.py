@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
 import resource
@@ -13,11 +15,14 @@ from typing import Any
 
 import pytest
 from safetensors import SafetensorError
+from transformers import LlamaConfig
 
 import train.cli as cli_module
 from eval.evaluation import Evaluation
 from recipes.eagle3 import recipe
 from train.cli import main, strip_launcher_flags
+from train.drafters.base import algorithms, load_drafter_class
+from train.plan import num_parameters
 
 
 @pytest.fixture
@@ -42,6 +47,36 @@ def the_line(stderr: str) -> str:
     assert len(lines) == 1, stderr
     assert stderr.rstrip().endswith(lines[0])
     return lines[0]
+
+
+# --- the four recipes -----------------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_is_in_the_help_and_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(recipe(), Evaluation(), ["--help"])
+    help_text, readme = capsys.readouterr().out, (Path(__file__).parent.parent / "README.md").read_text()
+    assert set(cli_module.RECIPES) == set(algorithms())
+    for name in algorithms():
+        assert f"{name}: " in help_text
+        assert f"`recipes/{name}.py`" in readme
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle1", "medusa1", "medusa2"])
+def test_what_the_help_says_a_recipe_costs_is_so(name: str) -> None:
+    """For the shapes of Llama-3.1-8B, built without memory."""
+    target = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+    )
+    config = importlib.import_module(f"recipes.{name}").recipe().drafter
+    num_trained, _ = num_parameters(config, target)
+    request = load_drafter_class(name).feature_request_of(config, target)
+    stored = 2 * 4096 * (len(request.aux_layers) + request.last)
+    expected = f"{num_trained / 1e9:.2f} B; {f'{stored / 1e3:.1f} kB' if stored else 'nothing stored'}; {16 * num_trained / 1e9:.1f} GB"
+    assert cli_module.RECIPES[name].startswith(expected)
+    if name == "medusa1":
+        shared, _ = num_parameters(dataclasses.replace(config, shared_lm_head=True), target)
+        assert f"({shared / 1e9:.2f} B and {16 * shared / 1e9:.1f} GB with" in cli_module.RECIPES[name]
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ def exported(drafter: Eagle1, folder: Path) -> Path:
         dtype=torch.float32,
         out_dir=folder / "export",
         provenance=Provenance("c0ffee", {}, "tiny", "f00d", "5eed"),
+        card="# a drafter",
     )
 
 

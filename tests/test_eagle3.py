@@ -59,6 +59,7 @@ class Pair:
             dtype=torch.float32,
             out_dir=self.folder / "export",
             provenance=collect_provenance("target", "0", {}),
+            card="# a drafter",
         )
         drafter = exported_drafter(self.folder / "export", TargetConfig(str(self.folder), dtype="float32"), torch.device("cpu"))
         assert isinstance(drafter, Eagle3)

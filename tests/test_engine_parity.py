@@ -106,6 +106,7 @@ def measured_run(run: Path, target_dir: Path, config: DrafterConfig) -> list[flo
         dtype=torch.float32,
         out_dir=run / "export",
         provenance=Provenance("c0ffee", {}, "random", "f00d", "5eed"),
+        card="# a drafter",
     )
     answers, report = "answers", {}
     if config.trains_target:

@@ -66,6 +66,7 @@ def export(tmp_path, tensors=None, *, target=None, aux_layers=(2, 4, 5), dtype=t
         dtype=dtype,
         out_dir=tmp_path / "export",
         provenance=PROVENANCE,
+        card="# a drafter",
     )
 
 
@@ -308,6 +309,7 @@ def export_other(tmp_path, algorithm, tensors, dimensions):
         dtype=torch.float32,
         out_dir=tmp_path / "export",
         provenance=PROVENANCE,
+        card="# a drafter",
     )
 
 

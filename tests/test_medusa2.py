@@ -87,7 +87,7 @@ def logits_of(model: nn.Module, batch: DrafterBatch) -> list[Tensor]:
 @pytest.mark.parametrize("loss_kind", ["distil", "data"])
 def test_heads_and_backbone_together_follow_the_papers_loss(parts: tuple[Target, PretrainedConfig], tiny_target: Path, loss_kind: str) -> None:
     """L_LM + lambda s(t) sum 0.8^k CE_k for the backbone; the plain sum for the heads, whose factor AdamW does not see."""
-    target, hf_config = parts
+    target, _ = parts
     config = Medusa2Config(
         num_heads=3, lora_rank=4, lora_dropout=0.0, backbone_warmup_steps=4, heads_weight=0.3, backbone_loss=loss_kind
     )
@@ -109,7 +109,7 @@ def test_heads_and_backbone_together_follow_the_papers_loss(parts: tuple[Target,
     states = drafter._states(batch)
     heads = drafter.heads_loss(batch, states).loss_sum
     torch.testing.assert_close(output.loss_sum, language + heads, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(output.metrics["language_loss"], language.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output.metrics["loss_language"], language.detach(), rtol=1e-4, atol=1e-4)
     for_backbone = gradients(drafter, language + share * heads)
     for_heads = gradients(drafter, drafter.heads_loss(batch, states.detach()).loss_sum)
     for name, gradient in found.items():
@@ -121,7 +121,7 @@ def test_heads_and_backbone_together_follow_the_papers_loss(parts: tuple[Target,
 def test_the_distilling_loss_begins_at_zero(parts: tuple[Target, PretrainedConfig], tiny_target: Path) -> None:
     drafter = drafter_of(NO_DROPOUT, tiny_target, is_random=False)
     drafter.schedule(10, NUM_STEPS)
-    assert float(drafter(batch_of(parts[0])).metrics["language_loss"]) == pytest.approx(0.0, abs=1e-4)
+    assert float(drafter(batch_of(parts[0])).metrics["loss_language"]) == pytest.approx(0.0, abs=1e-4)
 
 
 def test_the_schedule_of_both_stages(tiny_target: Path) -> None:
@@ -227,6 +227,9 @@ def test_what_is_measured_and_served_is_the_trained_target(run_arguments: list[s
     assert files.target == str(folder / "backbone")
     answers = [json.loads(line)["answer_ids"] for line in (folder / "backbone_answers" / "answers.jsonl").read_text().splitlines()]
     assert files.answers == answers
+    card, backbone_card = ((folder / part / "README.md").read_text() for part in ("export", "backbone"))
+    assert "Serve them with that trained target, not with target" in card
+    assert f"Held-out perplexity {report['backbone']['perplexity_before']:.3f} before" in card and "not the original model" in backbone_card
     assert json.loads((folder / "export" / "headstart.json").read_text())["target_fingerprint"].startswith("backbone@")
 
 

@@ -131,6 +131,7 @@ def table_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dtype=torch.float32,
         out_dir=run / "export",
         provenance=Provenance("c0ffee", {}, "table", "f00d", "5eed"),
+        card="# a drafter",
     )
     prompts = [[first, (first * 7) % V, (first * 11 + 2) % V] for first in range(12)]
     answers = [{"prompt_ids": prompt, "answer_ids": model.answer(prompt), "extra_ids": []} for prompt in prompts]

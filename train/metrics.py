@@ -18,9 +18,10 @@ from train.engine import StepOutput
 
 
 def ratios(metrics: dict[str, float]) -> dict[str, Any]:
-    """`hits_s` / `rows_s` sums as a list of accuracies by TTT step or head, and the share outside the draft vocabulary."""
+    """`hits_s` / `rows_s` sums as accuracies by TTT step or head, parts of the loss (`loss_*`), and the share outside the draft vocabulary."""
     steps = sorted(int(name.removeprefix("rows_")) for name in metrics if name.startswith("rows_"))
     result: dict[str, Any] = {"accuracy": [round(metrics[f"hits_{step}"] / max(1.0, metrics[f"rows_{step}"]), 4) for step in steps]}
+    result |= {name: round(value / max(1.0, metrics["rows_0"]), 4) for name, value in metrics.items() if name.startswith("loss_")}
     if "outside_vocabulary" in metrics and steps:
         result["outside_vocabulary_share"] = round(metrics["outside_vocabulary"] / max(1.0, metrics["rows_0"]), 4)
     return result

@@ -25,7 +25,7 @@ from data.report import DataReport
 from data.target import Target, TargetHeads, load_tokenizer, stored_dtype, target_hf_config
 from data.vocab import DraftVocabulary
 from train.config import RunConfig
-from train.drafters.base import FeatureRequest, load_drafter_class
+from train.drafters.base import DrafterConfig, FeatureRequest, load_drafter_class
 from train.engine import check_launch
 
 _SAMPLE_CONVERSATIONS = 200
@@ -62,7 +62,7 @@ def make_plan(config: RunConfig) -> Plan:
     check_launch(config.train.packs_per_step, config.train.deepspeed_config)
     target = target_hf_config(config.target)
     request = load_drafter_class(config.drafter.algorithm).feature_request_of(config.drafter, target)
-    num_parameters, num_frozen = _num_parameters(config, target)
+    num_trained, num_frozen = num_parameters(config.drafter, target)
     lengths, is_exact = _document_lengths(config)
     num_tokens = int(lengths.sum())
     packs = PackPlan(lengths, config.train.pack_tokens, config.train.packs_per_step, config.train.seed)
@@ -71,15 +71,15 @@ def make_plan(config: RunConfig) -> Plan:
     is_bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and torch.cuda.is_available())
     state_bytes = 4 * target.hidden_size * (len(request.aux_layers) + request.last)
     return Plan(
-        num_parameters=num_parameters,
+        num_parameters=num_trained,
         num_documents=len(lengths),
         num_tokens=num_tokens,
         is_exact=is_exact,
         num_steps=num_steps,
         num_train_tokens=int(num_tokens * config.train.num_epochs * num_steps / steps),
         store_bytes=num_tokens * _stored_bytes_per_token(target, request) if config.features.mode == "offline" else 0,
-        checkpoint_bytes=(config.train.num_kept_checkpoints * 12 + 4) * num_parameters,
-        memory_bytes=_optimizer_bytes(config, num_parameters)
+        checkpoint_bytes=(config.train.num_kept_checkpoints * 12 + 4) * num_trained,
+        memory_bytes=_optimizer_bytes(config, num_trained)
         + num_frozen * (2 if is_bf16 else 4)
         + 2 * target.vocab_size * target.hidden_size * (2 if is_bf16 else 4)
         + config.train.pack_tokens * state_bytes,
@@ -105,16 +105,16 @@ def print_plan(config: RunConfig) -> None:
     Console().print(table)
 
 
-def _num_parameters(config: RunConfig, target: PretrainedConfig) -> tuple[int, int]:
+def num_parameters(config: DrafterConfig, target: PretrainedConfig) -> tuple[int, int]:
     """(trained, frozen) parameters of a drafter that is built without memory; frozen ones are those of a target that is trained by adapters."""
-    size = config.drafter.vocabulary_size(target.vocab_size)
+    size = config.vocabulary_size(target.vocab_size)
     vocabulary = None if size is None else DraftVocabulary(tuple(range(size)), target.vocab_size, 1.0)
     with torch.device("meta"):
         matrix_VH = torch.empty(target.vocab_size, target.hidden_size)
         heads = TargetHeads(matrix_VH, matrix_VH, torch.empty(target.hidden_size), 1e-6)
-        drafter = load_drafter_class(config.drafter.algorithm)(config.drafter, target, heads, vocabulary)
-        if config.drafter.trains_target:
-            drafter.attach_target(Target(AutoModelForCausalLM.from_config(target), load_tokenizer(config.target)))
+        drafter = load_drafter_class(config.algorithm)(config, target, heads, vocabulary)
+        if config.trains_target:
+            drafter.attach_target(Target(AutoModelForCausalLM.from_config(target), tokenizer=None))
     num_trained = sum(parameter.numel() for _, parameter in drafter.trained())
     return num_trained, sum(parameter.numel() for parameter in drafter.parameters()) - num_trained
 

@@ -33,9 +33,10 @@ from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file
 from transformers import PretrainedConfig
 
+from checkpoints.card import backbone_card, drafter_card
 from checkpoints.draft_config import draft_dimensions
 from checkpoints.export import export_drafter
-from checkpoints.provenance import TrainingFacts, collect_provenance
+from checkpoints.provenance import TrainingFacts, collect_provenance, portable_name
 from checkpoints.resume import (
     begin_checkpoint,
     commit_checkpoint,
@@ -393,7 +394,7 @@ class Run:
             drafter = self.build_drafter(dtype="float32")
             drafter.load_trained(load_file(best_weights(self.run_dir)))
             drafter.save_target(folder, stored_dtype(self.target_config))
-            self.evaluator.compare_targets(
+            self.evaluator.compare_targets(  # raises where it has got worse
                 self.run_dir,
                 config.target,
                 self.served_target,
@@ -402,10 +403,14 @@ class Run:
                 self._prepared("heldout"),
                 config.drafter.perplexity_bound(),
             )
+            (folder / "README.md").write_text(backbone_card(portable_name(config.target.model), self._backbone_facts()))
 
         self._once(self.best_stage, work)
         self.answers_dir = self.run_dir / "backbone_answers"
         self._answer("backbone_", self.served_target, {"backbone": self.best_stage.fingerprint})
+
+    def _backbone_facts(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "backbone.json").read_text())
 
     def export(self) -> None:
         """The best step as a checkpoint for the engines."""
@@ -414,6 +419,9 @@ class Run:
         def work() -> None:
             drafter = self.build_drafter()
             drafter.load_trained(load_file(best_weights(self.run_dir)))
+            config, is_own = self.config, self.config.drafter.trains_target
+            provenance = collect_provenance(self.served_target.model, target_fingerprint(self.served_target), to_json(config))
+            original, facts = (portable_name(config.target.model), self._backbone_facts()) if is_own else (None, None)
             export_drafter(
                 drafter.export_tensors(),
                 algorithm=self.config.drafter.algorithm,
@@ -422,7 +430,8 @@ class Run:
                 aux_layers=self.request.aux_layers,
                 dtype=stored_dtype(self.target_config),
                 out_dir=self.run_dir / "export",
-                provenance=collect_provenance(self.served_target.model, target_fingerprint(self.served_target), to_json(self.config)),
+                provenance=provenance,
+                card=drafter_card(config.drafter.algorithm, provenance, config.eval.draft_length, original, facts),
             )
 
         self._once(self.export_stage, work)

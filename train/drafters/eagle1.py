@@ -129,7 +129,12 @@ class Eagle1(Drafter):
         sums = distillation_loss(student_RH[None], self.heads.lm_head_VH, teacher, weight_1R, "ce")
         return LossOutput(
             loss_sum=regression + self.config.token_weight * sums.loss_sum,
-            metrics={"hits_0": sums.hits_K[0], "rows_0": sums.rows_K[0]},
+            metrics={
+                "hits_0": sums.hits_K[0],
+                "rows_0": sums.rows_K[0],
+                "loss_regression": regression.detach(),
+                "loss_token": sums.loss_sum.detach(),
+            },
         )
 
     def _noise_TH(self, batch: DrafterBatch) -> Tensor:

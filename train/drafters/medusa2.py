@@ -168,13 +168,13 @@ class Medusa2(Medusa1):
     def forward(self, batch: DrafterBatch) -> LossOutput:
         if not self._is_joint:
             heads = self.heads_loss(batch, self._original_states(batch))
-            # Every parameter takes part in every step, in its own module's forward (Drafter.forward): one token goes through the backbone for nothing.
+            # One token goes through the backbone for nothing: every parameter takes part in every step, by its own module (Drafter.forward).
             idle_1H = self._target[0].last_states(batch.features.input_ids_T[:1], (1,))
             return LossOutput(heads.loss_sum + 0.0 * idle_1H.sum(), heads.metrics)
         last_TH = self._states(batch)
         language_loss = self._language_loss(batch, last_TH)
         heads = self.heads_loss(batch, _ScaledGradient.apply(last_TH, self.config.heads_weight * self._heads_share))
-        return LossOutput(language_loss + heads.loss_sum, {**heads.metrics, "language_loss": language_loss.detach()})
+        return LossOutput(language_loss + heads.loss_sum, {**heads.metrics, "loss_language": language_loss.detach()})
 
     def _states(self, batch: DrafterBatch) -> Tensor:
         """[T, H] post-norm last states of the backbone as it is now."""

@@ -30,7 +30,7 @@ from checkpoints.resume import (
 from train.engine import TorchEngine
 from train.metrics import MetricsLog
 
-STAGES = ("prepare", "answer", "extract", "train", "export", "evaluate")
+STAGES = ("prepare", "answer", "states", "extract", "train", "export", "evaluate")
 
 
 class Killed(BaseException):

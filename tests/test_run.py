@@ -87,8 +87,8 @@ def test_the_targets_own_answers_can_be_trained_on(launcher: Any) -> None:
         (["--eval.draft-length", "3"], ["evaluate"]),
         (["--train.log-every", "5", "--train.save-every", "3", "--log.wandb-project", "other"], []),
         (["--optim.learning-rate", "1e-3"], ["train", "export", "evaluate"]),
-        (["--drafter.aux-layers", "1", "3", "6"], ["answer", "extract", "train", "export", "evaluate"]),
-        (["--data.seed", "1"], ["prepare", "answer", "extract", "train", "export", "evaluate"]),
+        (["--drafter.aux-layers", "1", "3", "6"], ["states", "extract", "train", "export", "evaluate"]),
+        (["--data.seed", "1"], ["prepare", "answer", "states", "extract", "train", "export", "evaluate"]),
     ],
 )
 def test_only_stages_with_changed_inputs_run_again(

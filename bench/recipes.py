@@ -70,7 +70,6 @@ VARIANTS = {
     "medusa1": Variant(Medusa1Config(num_heads=4), _adamw(2e-3)),
     "eagle1": Variant(Eagle1Config(), _adamw(1e-3)),
     "eagle3_ttt1": Variant(Eagle3Config(draft_vocab_size=8192, ttt_steps=1, outside_vocabulary="renormalise"), _adamw(3e-3)),
-    "medusa1_soft": Variant(Medusa1Config(num_heads=4, labels="soft"), _adamw(2e-3)),
 }
 FIRST = next(iter(VARIANTS))
 

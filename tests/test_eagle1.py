@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -189,8 +190,16 @@ def test_the_export_has_a_bias_of_zeros_and_no_other_is_taken_back(tmp_path: Pat
         Eagle1.from_export(config, tensors, CONFIG, heads())
 
 
-def test_an_untrained_drafter_repeats_the_targets_state() -> None:
-    drafter, batch = Eagle1(Eagle1Config(), CONFIG, heads(), None), random_batch()
+def test_an_untrained_drafter_starts_as_the_targets_state_and_the_token_equally_loud() -> None:
+    """Whatever the scale of the target's embedding."""
+    parts, size = heads(), CONFIG.hidden_size
+    parts = dataclasses.replace(parts, embed_VH=parts.embed_VH / 50, norm_H=torch.full((size,), 3.0))
+    torch.manual_seed(0)
+    drafter, batch = Eagle1(Eagle1Config(), CONFIG, parts, None), random_batch()
+    token_TH = parts.embed_VH[batch.features.input_ids_T] @ drafter.fc.weight[:, :size].T
+    assert float(token_TH.square().mean().sqrt()) == pytest.approx(3.0, rel=0.2)
+    with torch.no_grad():
+        drafter.fc.weight[:, :size] = 0
     expected_T = (batch.features.last_TH @ drafter.heads.lm_head_VH.T).argmax(-1)
     assert torch.equal(drafter.teacher_forced_drafts(batch, 2), torch.stack([expected_T, expected_T]))
 

@@ -23,17 +23,20 @@ def drafter_card(algorithm: str, provenance: Provenance, draft_length: int, orig
         backbone: the contents of backbone.json, likewise.
     """
     engines = ", ".join(f"{name} {row.version}" for name, row in serving_format(algorithm).engines.items())
+    title, target = f"{algorithm} drafter for {provenance.target}", provenance.target
+    if original is not None:
+        title, target = f"{algorithm} drafter for {original}, trained together with it", "THE_TRAINED_TARGET"
     lines = [
         "---",
         f"tags: [speculative-decoding, {algorithm}]",
         "---",
         "",
-        f"# {algorithm} drafter for {provenance.target}",
+        f"# {title}",
         "",
         f"Made by headstart ({provenance.commit}) for the target with the fingerprint `{provenance.target_fingerprint}`. Loads in {engines}:",
         "",
         "```bash",
-        vllm_serve_command(algorithm, provenance.target, "THIS_FOLDER", draft_length),
+        vllm_serve_command(algorithm, target, "THIS_FOLDER", draft_length),
         "```",
     ]
     if original is not None and backbone is not None:

@@ -162,7 +162,6 @@ class Target:
             ValueError: if the target has no such layer or token.
         """
         self._check_layers(aux_layers)
-        self.check_tokens(input_ids_T)
         lengths = tuple(int(length) for length in document_lengths)
         input_ids_T = input_ids_T.to(self.device)
         with self._capturing(aux_layers) as captured:
@@ -171,7 +170,12 @@ class Target:
         return Features(input_ids_T, loss_mask_T.to(self.device), lengths, aux_TX, last_TH if last else None)
 
     def last_states(self, input_ids_T: Tensor, document_lengths: Sequence[int]) -> Tensor:
-        """[T, H] post-norm last states of packed documents; differentiable unless the caller turns gradients off."""
+        """[T, H] post-norm last states of packed documents; differentiable unless the caller turns gradients off.
+
+        Raises:
+            ValueError: if the target has no such token.
+        """
+        self.check_tokens(input_ids_T)
         if not self.is_packable:
             documents = input_ids_T.split(tuple(document_lengths))
             return torch.cat([self._forward(ids, torch.arange(len(ids), device=self.device)) for ids in documents])

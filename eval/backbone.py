@@ -50,7 +50,7 @@ class Fit:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nll_sum / self.num_tokens)
+        return math.exp(min(self.nll_sum / self.num_tokens, 700.0))  # more is no float
 
 
 def heldout_documents(heldout: Dataset, num_documents: int) -> list[Document]:

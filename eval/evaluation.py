@@ -98,7 +98,7 @@ class Evaluation:
             f"{found['num_identical_answers']} of {len(trajectories)} answers unchanged",
             flush=True,
         )
-        if found["perplexity_increase"] > max_perplexity_increase:
+        if not found["perplexity_increase"] <= max_perplexity_increase:  # so that nan is no pass
             raise ValueError(
                 f"training has hurt the target: its held-out perplexity went from {found['perplexity_before']:.3f} to "
                 f"{found['perplexity_after']:.3f} ({found['perplexity_increase']:+.1%}), expected at most {max_perplexity_increase:+.1%} "

@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from checkpoints.export import validate_export
 from checkpoints.serving import FORMATS, format_of_config
+from data.target_files import TargetConfig, target_fingerprint
 
 TOLERANCE = 0.01
 # Two log-probabilities closer than this can change places when the same sum is taken in another order.
@@ -135,6 +136,9 @@ def read_run(run: Path) -> RunFiles:
     report = _read_json(run / "report.json")
     if "backbone" in report:  # the drafter was trained with its target, and fits no other
         target = {"model": str(run / "backbone"), "revision": None}
+        fits, found = _read_json(run / "export" / "headstart.json")["target_fingerprint"], target_fingerprint(TargetConfig(target["model"]))
+        if fits != found:
+            raise ValueError(f"{run}/export fits the target {fits}, but {run}/backbone is {found}: run the recipe to its end again")
     config = validate_export(run / "export")
     path = run / ("backbone_answers" if "backbone" in report else "answers") / "answers.jsonl"
     if not path.is_file():

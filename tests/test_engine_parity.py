@@ -19,7 +19,7 @@ from checkpoints.export import export_drafter
 from checkpoints.provenance import Provenance
 from data.batch import drafter_batch
 from data.generate import generate_greedy
-from data.target import Target, TargetConfig, load_target_heads
+from data.target import Target, TargetConfig, load_target_heads, target_fingerprint
 from data.vocab import DraftVocabulary
 from eval.acceptance import Trajectory, chain_acceptance, trajectory_features, write_trajectories
 from eval.evaluation import exported_drafter
@@ -97,23 +97,24 @@ def measured_run(run: Path, target_dir: Path, config: DrafterConfig) -> list[flo
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    export_drafter(
-        drafter.export_tensors(),
-        algorithm=config.algorithm,
-        target_config=hf_config,
-        dimensions=draft_dimensions(config.algorithm, drafter.export_dimensions()),
-        aux_layers=drafter.request.aux_layers,
-        dtype=torch.float32,
-        out_dir=run / "export",
-        provenance=Provenance("c0ffee", {}, "random", "f00d", "5eed"),
-        card="# a drafter",
-    )
+    tensors = {name: tensor.detach().clone() for name, tensor in drafter.export_tensors().items()}
     answers, report = "answers", {}
     if config.trains_target:
         drafter.save_target(run / "backbone", torch.float32)
         answers, report = "backbone_answers", {"backbone": {}}
         target_config = TargetConfig(str(run / "backbone"))
         target = Target.load(target_config, "cpu")
+    export_drafter(
+        tensors,
+        algorithm=config.algorithm,
+        target_config=hf_config,
+        dimensions=draft_dimensions(config.algorithm, drafter.export_dimensions()),
+        aux_layers=drafter.request.aux_layers,
+        dtype=torch.float32,
+        out_dir=run / "export",
+        provenance=Provenance("c0ffee", {}, "random", target_fingerprint(target_config), "5eed"),
+        card="# a drafter",
+    )
     # Half of the prompts are those it was trained on, so that long chains are accepted too.
     trajectories = answered(target, NUM_MEASURED // 2, seed=1) + answered(target, NUM_MEASURED // 2, seed=2)
     reloaded = exported_drafter(run / "export", target_config, torch.device("cpu"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
@@ -243,7 +244,50 @@ def test_a_target_that_got_worse_ends_the_run_before_anything_is_exported(
     assert "training has hurt the target: its held-out perplexity went from" in message
     assert "expected at most +0.0%" in message
     assert json.loads((tmp_path / "medusa2" / "backbone.json").read_text())["perplexity_increase"] > 0
-    assert not (tmp_path / "medusa2" / "export").exists()
+    assert not (tmp_path / "medusa2" / "export").exists() and not (tmp_path / "medusa2" / "backbone").exists()
+
+
+def test_nothing_of_an_earlier_trained_target_is_left_beside_another(run_arguments: list[str], tmp_path: Path) -> None:
+    """Heads, answers and reports fit one trained target only; one that is refused takes the earlier run's down with it."""
+    allowed = [*run_arguments, "--optim.learning-rate", "0.02", "--drafter.max-perplexity-increase", "9"]
+    main(recipe(), Evaluation(), allowed)
+    folder = tmp_path / "medusa2"
+    hurting = ["--optim.learning-rate", "0.5", "--drafter.backbone-loss", "data", "--drafter.max-perplexity-increase", "0"]
+    with pytest.raises(SystemExit):
+        main(recipe(), Evaluation(), [*run_arguments, *hurting])
+    assert not [name for name in ("backbone", "backbone_answers", "export", "report.json") if (folder / name).exists()]
+    main(recipe(), Evaluation(), allowed)
+    read_run(folder)
+    saved = load_file(folder / "backbone" / "model.safetensors")
+    saved["model.norm.weight"] += 1
+    save_file(saved, folder / "backbone" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="run the recipe to its end again"):
+        read_run(folder)
+
+
+def test_another_bound_does_not_train_again(run_arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for bound in ("8", "9"):
+        capsys.readouterr()
+        main(recipe(), Evaluation(), [*run_arguments, "--drafter.max-perplexity-increase", bound])
+    output = capsys.readouterr().out
+    assert "[train] done before" in output and "[backbone] stale: perplexity_bound: 8.0 -> 9.0" in output
+
+
+def test_tokens_that_the_target_lacks_are_one_clear_line(parts: tuple[Target, PretrainedConfig], tiny_target: Path) -> None:
+    features = batch_of(parts[0]).features
+    foreign = dataclasses.replace(features, input_ids_T=features.input_ids_T.masked_fill(features.loss_mask_T, 258))
+    with pytest.raises(ValueError, match="token id 258 is outside the target's vocabulary of 258"):
+        drafter_of(NO_DROPOUT, tiny_target)(drafter_batch(foreign))
+
+
+@pytest.mark.parametrize("backbone", ["lora", "full"])
+def test_a_backbone_in_bf16_can_be_measured(parts: tuple[Target, PretrainedConfig], tiny_target: Path, backbone: str) -> None:
+    """Outside of autocast, as held-out acceptance is."""
+    config = TargetConfig(str(tiny_target), dtype="bfloat16")
+    heads = load_target_heads(config, "cpu", torch.bfloat16)
+    drafter = Medusa2(Medusa2Config(backbone=backbone, backbone_loss="data"), target_hf_config(config), heads, None)
+    drafter.attach_target(Target.load(config, "cpu"))
+    assert drafter.teacher_forced_drafts(batch_of(parts[0]), 2).shape == (2, sum(LENGTHS))
 
 
 def test_stored_states_are_refused(run_arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ RECIPES = {
     "eagle3": "0.42 B; 32.8 kB; 6.8 GB. The longest acceptance: one decoder layer over three middle states, trained as it will be used.",
     "eagle1": "0.25 B; 8.2 kB; 4.0 GB. One decoder layer that predicts the target's next state; the target's own head.",
     "medusa1": "2.71 B; 8.2 kB; 43.4 GB (0.08 B and 1.3 GB with --drafter.shared-lm-head). Five heads, no attention, no cache; vLLM only.",
-    "medusa2": "2.79 B; nothing stored; 44.7 GB and the target itself. Medusa heads with a target trained to fit them, served instead of yours.",
+    "medusa2": "2.79 B; nothing stored; 44.7 GB and the target twice. Medusa heads with a target trained to fit them, served instead of yours.",
 }
 
 

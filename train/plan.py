@@ -80,7 +80,7 @@ def make_plan(config: RunConfig) -> Plan:
         store_bytes=num_tokens * _stored_bytes_per_token(target, request) if config.features.mode == "offline" else 0,
         checkpoint_bytes=(config.train.num_kept_checkpoints * 12 + 4) * num_trained,
         memory_bytes=_optimizer_bytes(config, num_trained)
-        + num_frozen * (2 if is_bf16 else 4)
+        + 2 * num_frozen * (2 if is_bf16 else 4)  # rank 0 measures with a copy
         + 2 * target.vocab_size * target.hidden_size * (2 if is_bf16 else 4)
         + config.train.pack_tokens * state_bytes,
     )

@@ -206,6 +206,7 @@ class Run:
         settings = to_json(self.config.train)
         ignored = ("log_every", "save_every", "num_kept_checkpoints")
         settings = {name: value for name, value in settings.items() if name not in ignored}
+        drafter = {name: value for name, value in to_json(self.config.drafter).items() if name != "max_perplexity_increase"}
         if self.config.train.deepspeed_config is not None:  # what it says, wherever it lies
             settings["deepspeed_config"] = read_deepspeed_config(self.config.train.deepspeed_config)
         self.train_stage = Stage(
@@ -213,7 +214,7 @@ class Run:
             {
                 "features": self.features_stage.fingerprint,
                 "answers": self.states_stage.fingerprint,
-                "drafter": to_json(self.config.drafter),
+                "drafter": drafter,
                 "algorithm": self.config.drafter.algorithm,
                 "optim": to_json(self.config.optim),
                 **settings,
@@ -376,8 +377,10 @@ class Run:
             store = FeatureStore.open(self.config.features_dir)
             store.require(self.request.aux_layers, self.request.last)
             return partial(store.read, aux_layers=self.request.aux_layers, last=self.request.last)
-        is_needed = bool(self.request.aux_layers) or self.request.last
-        return token_reader(self._samples(), self._loaded_target() if is_needed else None, self.request.aux_layers, self.request.last)
+        if self.config.drafter.trains_target:  # it has a target of its own; the one that answered is not needed any more
+            self._target = None
+            return token_reader(self._samples(), None, (), last=False)
+        return token_reader(self._samples(), self._loaded_target(), self.request.aux_layers, self.request.last)
 
     # --- after training -------------------------------------------------------------------------------------------------
 
@@ -388,24 +391,38 @@ class Run:
             return
         config, device, folder = self.config, self.processes.device, self.run_dir / "backbone"
         self.served_target = TargetConfig(model=str(folder))
-        self.best_stage = Stage("backbone", {"train": self.train_stage.fingerprint}, self.run_dir / "backbone.json")
+        inputs = {"train": self.train_stage.fingerprint, "perplexity_bound": config.drafter.perplexity_bound()}
+        self.best_stage = Stage("backbone", inputs, folder / "README.md")
+
+        def discard() -> None:
+            """All that belongs to an earlier trained target: heads, answers and reports fit no other."""
+            for name in ("backbone", "backbone_answers", "export"):
+                shutil.rmtree(self.run_dir / name, ignore_errors=True)
+            for name in ("backbone.json", "report.json"):
+                (self.run_dir / name).unlink(missing_ok=True)
 
         def work() -> None:
+            if not self.processes.is_main:
+                return
+            candidate = folder.with_suffix(".partial")
+            shutil.rmtree(candidate, ignore_errors=True)
             drafter = self.build_drafter(dtype="float32")
             drafter.load_trained(load_file(best_weights(self.run_dir)))
-            drafter.save_target(folder, stored_dtype(self.target_config))
+            drafter.save_target(candidate, stored_dtype(self.target_config))
             self.evaluator.compare_targets(  # raises where it has got worse
                 self.run_dir,
                 config.target,
-                self.served_target,
+                TargetConfig(model=str(candidate)),
                 config.eval,
                 device,
                 self._prepared("heldout"),
                 config.drafter.perplexity_bound(),
             )
-            (folder / "README.md").write_text(backbone_card(portable_name(config.target.model), self._backbone_facts()))
+            (candidate / "README.md").write_text(backbone_card(portable_name(config.target.model), self._backbone_facts()))
+            shutil.rmtree(folder, ignore_errors=True)
+            candidate.rename(folder)
 
-        self._once(self.best_stage, work)
+        self._everywhere(self.best_stage, work, discard)
         self.answers_dir = self.run_dir / "backbone_answers"
         self._answer("backbone_", self.served_target, {"backbone": self.best_stage.fingerprint})
 

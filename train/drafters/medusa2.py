@@ -22,15 +22,13 @@ Shapes: T packed tokens, R supervised rows, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from data.batch import DrafterBatch
@@ -114,17 +112,16 @@ class Medusa2(Medusa1):
         config = self.config
         self.backbone: Any = target.model
         if config.backbone == "lora":
+            in_layers = set(target.layers.modules())  # nothing of a vision tower, nor the head
+            names = [name for name, module in target.model.named_modules() if isinstance(module, nn.Linear) and module in in_layers]
             adapters = LoraConfig(
-                r=config.lora_rank,
-                lora_alpha=config.lora_alpha,
-                lora_dropout=config.lora_dropout,
-                target_modules="all-linear",  # of the layers: peft leaves the head out
-                task_type="CAUSAL_LM",
+                r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, target_modules=names, task_type="CAUSAL_LM"
             )
             self.backbone = get_peft_model(target.model, adapters)
         else:
+            target.model.float()  # master weights; autocast computes in bf16 where that is asked for
             for module in (target.layers, target.final_norm):
-                module.float().requires_grad_(True)  # master weights; autocast computes in bf16 where that is asked for
+                module.requires_grad_(True)
         self._target = [target]
         self.train()
 
@@ -132,12 +129,9 @@ class Medusa2(Medusa1):
         """The adapters merged into the weights, with the tokenizer."""
         [target] = self._target
         model = self.backbone.merge_and_unload() if isinstance(self.backbone, PeftModel) else self.backbone
-        staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        shutil.rmtree(staging, ignore_errors=True)
-        model.to(dtype).save_pretrained(staging)
-        target.tokenizer.save_pretrained(staging)
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
+        target.config.dtype = dtype  # of a multimodal model, transformers writes the outer config's alone
+        model.to(dtype).save_pretrained(folder)
+        target.tokenizer.save_pretrained(folder)
 
     @classmethod
     def from_export(cls, export_config: dict[str, Any], tensors: dict[str, Tensor], target: PretrainedConfig, heads: TargetHeads) -> Medusa2:

@@ -1,0 +1,33 @@
+"""The README's figures are those of the files that the benchmarks wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def results(name: str) -> dict[str, object]:
+    return json.loads((ROOT / "bench" / "results" / name).read_text())
+
+
+def test_the_recipes_table_is_what_the_bench_measured() -> None:
+    document = results("recipes.json")
+    for name, row in document["rows"].items():
+        low, high = row["tau_interval_95"]
+        joint = " ".join(f"{value:.3f}".removeprefix("0") for value in row["joint_acceptance"])
+        line = f"| {row['tau']:.3f} ({low:.3f} to {high:.3f}) | {joint} | {row['tau_untrained']:.3f} | {row['tau_shuffled_states']:.3f} |"
+        assert line in README, f"{name}: {line}"
+        assert f"{row['num_train_tokens']:,} tokens" in README
+    assert f"| bigram table | {document['bigram_table']['tau']:.3f}" in README
+    backbone = document["rows"]["medusa2"]["backbone"]
+    assert f"{backbone['perplexity_before']:.2f} to {backbone['perplexity_after']:.2f}" in README
+
+
+def test_the_quickstarts_figures_are_what_it_measured() -> None:
+    report = results("quickstart.json")["report"]
+    low, high = report["tau_interval_95"]
+    assert f"**{report['tau']:.3f}** (95% interval {low:.3f} to {high:.3f})" in README
+    assert f"{report['num_train_tokens']:,} tokens" in README

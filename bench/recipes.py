@@ -33,7 +33,7 @@ from torch import Tensor
 from checkpoints.provenance import git_commit, installed_versions
 from data.batch import DrafterBatch
 from data.smollm2 import make_smollm2
-from data.target import TargetConfig
+from data.target import TargetConfig, target_hf_config
 from eval.acceptance import TrajectoryPack, chain_acceptance
 from eval.evaluation import Evaluation, exported_drafter, measured_target, read_packs
 from recipes import quickstart
@@ -185,22 +185,24 @@ def claims(rows: dict[str, dict[str, Any]], tau_bigram: float) -> dict[str, bool
     }
 
 
-def main(only: str | None = None, jobs: int = 2) -> None:
+def main(only: str | None = None, jobs: int = 2, is_trained: bool = False) -> None:
     """
     Args:
         only: one variant, trained in this process; nothing is written but its run.
         jobs: runs at a time.
+        is_trained: the runs are there; measure the controls and write the results.
     """
     make_smollm2(quickstart.TARGET_DIR)
     if only is not None:
         run(config_of(only), Evaluation())
         return
-    train(FIRST)
-    with ThreadPoolExecutor(jobs) as executor:
-        list(executor.map(train, [name for name in VARIANTS if name != FIRST]))
+    if not is_trained:
+        train(FIRST)
+        with ThreadPoolExecutor(jobs) as executor:
+            list(executor.map(train, [name for name in VARIANTS if name != FIRST]))
     rows = {name: row_of(name) for name in VARIANTS}
     samples = load_from_disk(str(RUNS_DIR / FIRST / "regenerated"))
-    table = BigramTable(samples, vocab_size=49152)
+    table = BigramTable(samples, target_hf_config(quickstart.recipe().target).vocab_size)
     draft_length = config_of(FIRST).eval.draft_length
     bigram = chain_acceptance(table, read_packs(RUNS_DIR / FIRST / "answers" / "answers.safetensors"), draft_length)  # type: ignore[arg-type]
     document = {

@@ -220,10 +220,13 @@ class FeatureStore:
             ([f"layers {', '.join(missing)}"] if missing else []) + (["the last hidden state"] if last and not self.header.has_last else [])
         )
         if lacks:
+            layers = f" --drafter.aux-layers {' '.join(map(str, aux_layers))}" if aux_layers else ""
+            recipe = "eagle3" if aux_layers else "medusa1"
             raise ValueError(
                 f"{self.folder} holds layers {list(self.header.aux_layers)} and {'the' if self.header.has_last else 'no'} last hidden state; "
                 f"the recipe wants layers {list(aux_layers)}{' and the last hidden state' if last else ''}, so {lacks} must be extracted: "
-                "choose another --features.path, or delete the folder, and run the recipe again"
+                f"`python recipes/{recipe}.py --features.path {self.folder}_more{layers} ...` does it (with the same target and data), into a store "
+                "of its own that this recipe can then read"
             )
 
     def read(self, documents: Sequence[int], aux_layers: Sequence[int] | None = None, last: bool = True) -> Features:

@@ -86,7 +86,9 @@ def test_a_store_that_lacks_states_is_refused_by_their_name(
     run("medusa1", [*poor, "--name", "poor"])
     with pytest.raises(SystemExit):
         run("eagle3", [*poor, "--name", "rich"])
-    assert "layers 2, 3, 4 must be extracted" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "layers 2, 3, 4 must be extracted" in message
+    assert f"`python recipes/eagle3.py --features.path {tmp_path / 'store'}_more --drafter.aux-layers 2 3 4 ...` does it" in message
 
 
 def test_a_store_of_other_documents_is_refused(runs: dict[str, Path], shared_arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

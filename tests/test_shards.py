@@ -200,7 +200,7 @@ def test_missing_layers_are_named(tmp_path: Path) -> None:
     without_last = write_store(tmp_path / "no_last", replace(HEADER, has_last=False))
     with pytest.raises(ValueError, match=r"and no last hidden state; .* so layers 2 and the last hidden state must be extracted"):
         without_last.require((1, 2), True)
-    with pytest.raises(ValueError, match=r"so the last hidden state must be extracted: choose another --features.path"):
+    with pytest.raises(ValueError, match=r"so the last hidden state must be extracted: `python recipes"):
         without_last.require((1, 3), True)
 
 

@@ -154,7 +154,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         pytest.param(1_000, "", marks=pytest.mark.slow),
         (6_000, "prepare"),
         pytest.param(30_000, "prepare", marks=pytest.mark.slow),
-        pytest.param(100_000, "answer", marks=pytest.mark.slow),
+        pytest.param(100_000, "states", marks=pytest.mark.slow),
         (135_000, "train"),
     ],
 )

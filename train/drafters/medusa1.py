@@ -48,7 +48,8 @@ class Medusa1Config(DrafterConfig):
     Attributes:
         num_heads: K, the longest chain of drafts.
         num_layers: residual blocks of a head, each with weights of its own.
-        labels: "hard" trains on the token that came next, "soft" on the target's distribution of it.
+        labels: "hard" trains on the token that came next, "soft" on the target's distribution of it. On the target's own greedy answers they
+            come to the same (SmolLM2, 60 steps: tau 1.216 hard, 1.214 soft), and a step with soft labels takes half as long again.
         head_decay: weight of head k is head_decay^k.
         shared_lm_head: all heads go through the target's own head, frozen; only the blocks are trained. Spares K * V * H parameters.
     """

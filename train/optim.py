@@ -49,9 +49,8 @@ class OptimConfig:
 def build_optimizer(drafter: Drafter, config: OptimConfig, is_fused: bool) -> torch.optim.AdamW:
     """AdamW over the trainable parameters: of each part of the drafter, matrices and the rest in two groups."""
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
-    for name, parameter in drafter.named_parameters():
-        if parameter.requires_grad:
-            groups.setdefault((drafter.part_of(name), parameter.ndim >= 2), []).append(parameter)
+    for name, parameter in drafter.trained():
+        groups.setdefault((drafter.part_of(name), parameter.ndim >= 2), []).append(parameter)
     settings = [
         {"params": parameters, "weight_decay": config.weight_decay if is_matrix else 0.0, "part": part}
         for (part, is_matrix), parameters in groups.items()

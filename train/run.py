@@ -402,8 +402,6 @@ class Run:
                 (self.run_dir / name).unlink(missing_ok=True)
 
         def work() -> None:
-            if not self.processes.is_main:
-                return
             candidate = folder.with_suffix(".partial")
             shutil.rmtree(candidate, ignore_errors=True)
             drafter = self.build_drafter(dtype="float32")
@@ -422,7 +420,7 @@ class Run:
             shutil.rmtree(folder, ignore_errors=True)
             candidate.rename(folder)
 
-        self._everywhere(self.best_stage, work, discard)
+        self._once(self.best_stage, work, discard)
         self.answers_dir = self.run_dir / "backbone_answers"
         self._answer("backbone_", self.served_target, {"backbone": self.best_stage.fingerprint})
 
@@ -477,9 +475,9 @@ class Run:
 
     # --- stages ---------------------------------------------------------------------------------------------------------
 
-    def _once(self, stage: Stage, work: Callable[[], None]) -> None:
+    def _once(self, stage: Stage, work: Callable[[], None], discard: Callable[[], None] | None = None) -> None:
         """Runs a stage on rank 0 if it is not done, while the others wait."""
-        self._everywhere(stage, work if self.processes.is_main else lambda: None)
+        self._everywhere(stage, work if self.processes.is_main else lambda: None, discard)
 
     def _everywhere(self, stage: Stage, work: Callable[[], None], discard: Callable[[], None] | None = None) -> None:
         """Runs a stage on every rank if it is not done; `discard` first puts away, on rank 0, what other inputs have left."""

@@ -118,4 +118,4 @@ def test_a_shared_store_serves_a_second_run_and_refuses_other_states(launcher: A
     capsys.readouterr()
     with pytest.raises(SystemExit):
         launcher.here("third", *store, "--drafter.aux-layers", "1", "3", "6")
-    assert "choose another --features.path" in capsys.readouterr().err
+    assert "into a store of its own that this recipe can then read" in capsys.readouterr().err

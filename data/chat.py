@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import Conversation
+from data.conversations import Conversation, Turn
 
 _GENERATION_TAG = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 
@@ -145,18 +145,30 @@ class ChatTokenizer:
             for conversation, item, prompt in zip(conversations, masked, prompts, strict=True)
         ]
 
+    def prompt(self, conversation_id: str, turns: Sequence[Turn]) -> list[int]:
+        """Token ids of turns that end with the user's, and the generation prompt: as `prompt_ids` of a conversation that goes on so.
+
+        Raises:
+            SpecialTokenTextError: if a turn spells out a special token.
+            TemplateRefusedError: if the chat template raises an error.
+        """
+        self._refuse_special(conversation_id, turns)
+        text = self._render(conversation_id, [{"role": turn.role, "content": turn.content} for turn in turns], True)
+        return list(self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
+
     # --- rendering ------------------------------------------------------------------------------------------------------
 
     def _attempt(self, step: Any, conversation: Conversation) -> Any:
         try:
-            for turn in conversation.turns:
-                if found := self._special.search(turn.content):
-                    raise SpecialTokenTextError(
-                        f"conversation {conversation.id}: a {turn.role} turn spells out {found.group()!r}"
-                    )
+            self._refuse_special(conversation.id, conversation.turns)
             return step(conversation)
         except SampleError as error:
             return error
+
+    def _refuse_special(self, conversation_id: str, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            if found := self._special.search(turn.content):
+                raise SpecialTokenTextError(f"conversation {conversation_id}: a {turn.role} turn spells out {found.group()!r}")
 
     def _render(self, conversation_id: str, messages: list[Message], generation_prompt: bool) -> str:
         try:

@@ -11,6 +11,7 @@ kept: held-out splits are by id, so both fall on the same side.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ class Conversation:
     turns: tuple[Turn, ...]
 
 
-class _LeftOut(Exception):
-    """A rule leaves the record out; the argument is the reason."""
+class LeftOut(Exception):
+    """A rule leaves the record out; the argument is the reason, a key of data/report.py `REASONS`."""
 
 
 def read_conversations(source: str, report: DataReport, *, strict: bool = False) -> Iterator[Conversation]:
@@ -77,8 +78,8 @@ def read_conversations(source: str, report: DataReport, *, strict: bool = False)
         try:
             conversation, changes = _conversation(event.value, record_id)
             if (fingerprint := _fingerprint(conversation)) in report.fingerprints:
-                raise _LeftOut("duplicate")
-        except _LeftOut as left_out:
+                raise LeftOut("duplicate")
+        except LeftOut as left_out:
             report.leave_out(str(left_out), record_id)
             continue
         report.fingerprints.add(fingerprint)
@@ -87,6 +88,25 @@ def read_conversations(source: str, report: DataReport, *, strict: bool = False)
         report.num_kept += 1
         yield conversation
     report.check()
+
+
+def read_opening(value: Any) -> tuple[Turn, ...]:
+    """What a record asks first: its system turn, if there is one, and the user turns before the first answer, joined.
+
+    The record need not hold an answer. Where it does, these are the turns of `TokenizedSample.prompt_ids`.
+
+    Raises:
+        LeftOut: with the reason of the first rule that leaves it out; what comes after the first answer breaks none but those of a turn.
+    """
+    turns = _checked_turns(value)
+    first_user = next((index for index, (role, _) in enumerate(turns) if role == "user"), len(turns))
+    system = [turn for turn in turns[:first_user] if turn[0] == "system" and turn[1]]
+    question = list(itertools.takewhile(lambda turn: turn[0] == "user", turns[first_user:]))
+    if not question:
+        raise LeftOut("one_sided")
+    if not all(text for _, text in question):
+        raise LeftOut("empty_turn")
+    return tuple(Turn(role, text) for role, text in _join_neighbours(system + question))  # type: ignore[arg-type]
 
 
 def _count_damage(damage: Damage, report: DataReport, strict: bool) -> None:
@@ -112,18 +132,14 @@ def _conversation(value: Any, record_id: str) -> tuple[Conversation, list[str]]:
     """A record's conversation and the changes made to it.
 
     Raises:
-        _LeftOut: with the reason of the first rule that leaves it out.
+        LeftOut: with the reason of the first rule that leaves it out.
     """
-    turns = [_turn(turn) for turn in _turn_list(value)]
-    if sum(len(text) for _, text in turns) > MAX_RECORD_CHARS:
-        raise _LeftOut("over_long")
-    if any(role == "tool" for role, _ in turns):
-        raise _LeftOut("tool_turn")
+    turns = _checked_turns(value)
     changes: list[str] = []
     first_user = next((index for index, (role, _) in enumerate(turns) if role == "user"), len(turns))
     head, body = turns[:first_user], turns[first_user:]
     if any(role == "system" for role, _ in body):
-        raise _LeftOut("late_system_turn")
+        raise LeftOut("late_system_turn")
     _note(changes, "leading_assistant_dropped", any(role == "assistant" for role, _ in head))
     system = [turn for turn in head if turn[0] == "system" and turn[1]]
     _note(changes, "empty_system_dropped", any(role == "system" and not text for role, text in head))
@@ -132,12 +148,21 @@ def _conversation(value: Any, record_id: str) -> tuple[Conversation, list[str]]:
         body.pop()
     _note(changes, "trailing_user_dropped", len(body) < num_turns)
     if not body:
-        raise _LeftOut("one_sided")
+        raise LeftOut("one_sided")
     if not all(text for _, text in body):
-        raise _LeftOut("empty_turn")
+        raise LeftOut("empty_turn")
     joined = _join_neighbours(system + body)
     _note(changes, "same_role_joined", len(joined) < len(system) + len(body))
     return Conversation(record_id, tuple(Turn(role, text) for role, text in joined)), changes  # type: ignore[arg-type]
+
+
+def _checked_turns(value: Any) -> list[tuple[Role, str]]:
+    turns = [_turn(turn) for turn in _turn_list(value)]
+    if sum(len(text) for _, text in turns) > MAX_RECORD_CHARS:
+        raise LeftOut("over_long")
+    if any(role == "tool" for role, _ in turns):
+        raise LeftOut("tool_turn")
+    return turns
 
 
 def _note(changes: list[str], change: str, happened: bool) -> None:
@@ -147,47 +172,47 @@ def _note(changes: list[str], change: str, happened: bool) -> None:
 
 def _turn_list(value: Any) -> list[Any]:
     if not isinstance(value, dict):
-        raise _LeftOut("not_an_object")
+        raise LeftOut("not_an_object")
     turns = next((value[key] for key in TURN_LIST_KEYS if value.get(key) is not None), None)
     if isinstance(turns, str):  # a text column of a Parquet file
         try:
             turns = json.loads(turns)
         except (ValueError, RecursionError):
-            raise _LeftOut("no_turn_list") from None
+            raise LeftOut("no_turn_list") from None
     if isinstance(turns, dict) and turns and all(isinstance(column, list) for column in turns.values()):
         # How `datasets` used to store a list of objects: an object of lists.
         if len({len(column) for column in turns.values()}) != 1:
-            raise _LeftOut("malformed_turn")
+            raise LeftOut("malformed_turn")
         turns = [dict(zip(turns, row, strict=True)) for row in zip(*turns.values(), strict=True)]
     if not isinstance(turns, list):
-        raise _LeftOut("no_turn_list")
+        raise LeftOut("no_turn_list")
     if not turns:
-        raise _LeftOut("empty")
+        raise LeftOut("empty")
     return turns
 
 
 def _turn(value: Any) -> tuple[Role, str]:
     if not isinstance(value, dict):
-        raise _LeftOut("malformed_turn")
+        raise LeftOut("malformed_turn")
     name = value.get("role") if value.get("from") is None else value["from"]
     content = value.get("content") if value.get("value") is None else value["value"]
     if not isinstance(name, str):
-        raise _LeftOut("malformed_turn")
+        raise LeftOut("malformed_turn")
     if value.get("tool_calls") or value.get("function_call"):
         return "tool", ""
     role = ROLES.get(name.strip().lower())
     if role is None:
-        raise _LeftOut("unknown_role")
+        raise LeftOut("unknown_role")
     if role == "tool":
         return "tool", ""
     if isinstance(content, list):
         content = "".join(_part_text(part) for part in content)
     if not isinstance(content, str):
-        raise _LeftOut("malformed_turn")
+        raise LeftOut("malformed_turn")
     try:
         content.encode("utf-8")
     except UnicodeEncodeError:
-        raise _LeftOut("invalid_text") from None
+        raise LeftOut("invalid_text") from None
     return role, content.strip()
 
 
@@ -196,11 +221,11 @@ def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise _LeftOut("malformed_turn")
+        raise LeftOut("malformed_turn")
     if part.get("type", "text") not in ("text", "input_text", "output_text"):
-        raise _LeftOut("unsupported_content")
+        raise LeftOut("unsupported_content")
     if not isinstance(part.get("text"), str):
-        raise _LeftOut("malformed_turn")
+        raise LeftOut("malformed_turn")
     return str(part["text"])
 
 

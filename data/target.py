@@ -164,9 +164,9 @@ class Target:
         self._check_layers(aux_layers)
         lengths = tuple(int(length) for length in document_lengths)
         input_ids_T = input_ids_T.to(self.device)
-        with self._capturing(aux_layers) as captured:
+        with self.capturing(aux_layers) as captured:
             last_TH = self.last_states(input_ids_T, lengths)
-        aux_TX = torch.cat([torch.cat(captured[layer]) for layer in aux_layers], dim=-1) if aux_layers else None
+        aux_TX = torch.cat([torch.cat(captured[layer], dim=1)[0] for layer in aux_layers], dim=-1) if aux_layers else None
         return Features(input_ids_T, loss_mask_T.to(self.device), lengths, aux_TX, last_TH if last else None)
 
     def last_states(self, input_ids_T: Tensor, document_lengths: Sequence[int]) -> Tensor:
@@ -190,9 +190,18 @@ class Target:
         """[B, T, H] post-norm states of the base model, without a cache."""
         return self._base(input_ids=input_ids_BT, position_ids=position_BT, use_cache=False).last_hidden_state
 
-    def forward_cached(self, input_ids_BT: Tensor, cache: Cache) -> Tensor:
-        """[B, T, H] post-norm states of tokens that follow those in the cache, which takes them in."""
-        return self._base(input_ids=input_ids_BT, cache=cache, use_cache=True).last_hidden_state
+    def forward_cached(self, input_ids_BT: Tensor, cache: Cache, position_BT: Tensor | None = None, attention_mask: Any = None) -> Tensor:
+        """[B, T, H] post-norm states of tokens that follow those in the cache, which takes them in.
+
+        Args:
+            input_ids_BT: int64 token ids.
+            cache: any of transformers' caches.
+            position_BT: RoPE positions; None goes on from those in the cache.
+            attention_mask: what transformers takes: one that is added to the scores [B, 1, T, C], or one for each kind of layer; None is causal.
+        """
+        return self._base(
+            input_ids=input_ids_BT, cache=cache, use_cache=True, position_ids=position_BT, attention_mask=attention_mask
+        ).last_hidden_state
 
     def _check_layers(self, aux_layers: Sequence[int]) -> None:
         if list(aux_layers) != sorted(set(aux_layers)) or any(not 1 <= layer <= self.num_layers for layer in aux_layers):
@@ -225,14 +234,13 @@ class Target:
         return len(calls) == self.num_layers and not is_chunked and not any(_changes_scores(call) for call in calls)
 
     @contextmanager
-    def _capturing(self, aux_layers: Sequence[int]) -> Iterator[dict[int, list[Tensor]]]:
-        """Collects the outputs of the wanted layers, one [T, H] a forward."""
+    def capturing(self, aux_layers: Sequence[int]) -> Iterator[dict[int, list[Tensor]]]:
+        """Collects the outputs of the wanted layers inside this context, one [B, T, H] a forward."""
         captured: dict[int, list[Tensor]] = {layer: [] for layer in aux_layers}
 
         def keep(layer: int) -> Callable[[nn.Module, Any, Any], None]:
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                hidden_1TH = output[0] if isinstance(output, tuple) else output
-                captured[layer].append(hidden_1TH[0])
+                captured[layer].append(output[0] if isinstance(output, tuple) else output)
 
             return hook
 

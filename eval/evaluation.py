@@ -36,6 +36,7 @@ from eval.acceptance import (
     write_trajectories,
 )
 from eval.backbone import answered_documents, comparison, fit, heldout_documents
+from eval.decode.chain import Chain
 from eval.decode.speedup import check_lossless, measure_speedup
 from eval.report import MeasuredOn, build_report, plot_training, print_report, write_report
 from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
@@ -124,11 +125,13 @@ class Evaluation:
         trained = chain_acceptance(drafter, packs, settings.draft_length)
         near_ties = count_near_ties(packs, drafter.heads.lm_head_VH.cpu())
         measured = Target.load(measured_config, device)
-        lossless = check_lossless(measured, drafter, timed, settings.draft_length, settings.max_new_tokens, measured.end_ids)
+        chain = Chain(drafter, settings.draft_length)
+        lossless = check_lossless(measured, chain, timed, settings.max_new_tokens, measured.end_ids)
         # Speed is measured in the dtype that is served; acceptance and losslessness above in the one that is exact.
-        served, served_drafter = Target.load(target, device), exported_drafter(run_dir / "export", target, device)
+        served = Target.load(target, device)
+        served_chain = Chain(exported_drafter(run_dir / "export", target, device), settings.draft_length)
         prompts = [trajectory.prompt_ids for trajectory in timed]
-        speedup = measure_speedup(served, served_drafter, prompts, settings.draft_length, settings.max_new_tokens, served.end_ids, num_rounds=1)
+        speedup = measure_speedup(served, served_chain, prompts, settings.max_new_tokens, served.end_ids, num_rounds=1)
         report = build_report(
             trained=trained,
             untrained=chain_acceptance(untrained.to(device), packs, settings.draft_length),

@@ -16,7 +16,8 @@ from checkpoints.export import export_drafter, read_export
 from checkpoints.provenance import Provenance
 from data.batch import DrafterBatch, Features, drafter_batch
 from data.target import TargetHeads
-from train.drafters.base import FeatureRequest, algorithms, load_drafter_class
+from eval.decode.chain import draft_chain
+from train.drafters.base import FeatureRequest, VerifiedStates, algorithms, load_drafter_class
 from train.drafters.eagle1 import Eagle1, Eagle1Config
 
 V, H = 37, 16
@@ -171,9 +172,10 @@ def test_an_exported_drafter_proposes_what_it_would_be_measured_with(tmp_path: P
     reloaded = Eagle1.from_export(*read_export(exported(drafter, tmp_path)), CONFIG, heads())
     batch = random_batch()
     ids, last = batch.features.input_ids_T[-14:], batch.features.last_TH[-14:]
-    state, fed = drafter.new_state(), 0
+    cache, fed = drafter.new_cache(1, 40), 0
     for end in (3, 4, 7, 9):
-        drafts = reloaded.propose(state, None, last[fed:end], ids[fed + 1 : end + 1], 4)
+        verified = VerifiedStates(None, last[None, fed:end], ids[None, fed + 1 : end + 1], torch.tensor([end - fed]))
+        [drafts] = draft_chain(reloaded, cache, verified, 4, lambda logits: logits.argmax(-1))
         fed = end
         assert drafts.tolist() == Reference(drafter).chain(ids, last, end - 1, None, 4)
         text = torch.cat([ids[: end + 1], drafts])

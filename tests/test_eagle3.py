@@ -20,9 +20,11 @@ from checkpoints.provenance import collect_provenance
 from data.batch import Features, drafter_batch
 from data.target import Target, TargetConfig, load_target_heads
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
-from eval.decode.chain import decode_chain
-from eval.decode.plain import decode_plain
+from eval.decode.chain import Chain, draft_chain, target_ids
+from eval.decode.loop import Plain, decode
+from eval.decode.verify import Greedy
 from eval.evaluation import exported_drafter
+from train.drafters.base import VerifiedStates
 from train.drafters.eagle3 import Eagle3, Eagle3Config
 from train.engine import Processes, StepRates, TorchEngine
 from train.optim import OptimConfig
@@ -123,13 +125,14 @@ def decoded_chains(drafter: Eagle3, target: Target, num_drafts: int) -> list[tup
         ids = torch.randint(0, V, (90,), generator=generator)
         aux_TX = target.features(ids, torch.ones_like(ids).bool(), (len(ids),), AUX_LAYERS, last=False).aux_TX
         assert aux_TX is not None
-        state, start = drafter.new_state(), 0
+        cache, start = drafter.new_cache(1, 100), 0
         for turn in range(45):
             end = start + (4, 1, 2, 3)[turn % 4]
             if end + 1 > len(ids):
                 break
-            drafts = drafter.propose(state, aux_TX[start:end], None, ids[start + 1 : end + 1], num_drafts)
-            chains.append((ids[: end + 1].tolist(), drafts.tolist()))
+            verified = VerifiedStates(aux_TX[None, start:end], None, ids[None, start + 1 : end + 1], torch.tensor([end - start]))
+            drafts = draft_chain(drafter, cache, verified, num_drafts, lambda logits: target_ids(drafter, logits.argmax(-1)))
+            chains.append((ids[: end + 1].tolist(), drafts[0].tolist()))
             start = end
     return chains
 
@@ -320,7 +323,8 @@ def test_eight_conversations_are_learned_by_heart_and_accepted_in_the_decoder(tm
     target = make_target(tmp_path, LLAMA3, sharpness=5.0)
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(0, V, (4,), generator=generator).tolist() for _ in range(8)]
-    documents = [[*prompt, *decode_plain(target, prompt, 40, ()).token_ids] for prompt in prompts]
+    answers = decode(target, Plain(), prompts, Greedy(), 40, ()).answers
+    documents = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
     ids = torch.tensor([token for document in documents for token in document])
     mask = torch.tensor([index >= 4 for document in documents for index in range(len(document))])
     features = target.features(ids, mask, tuple(len(document) for document in documents), AUX_LAYERS, last=True)
@@ -333,8 +337,7 @@ def test_eight_conversations_are_learned_by_heart_and_accepted_in_the_decoder(tm
         engine.train_step([drafter_batch(features)], StepRates(1e-2 * (1 - step / 150), {"drafter": 1.0}))
 
     exported = Pair(tmp_path, target, drafter).exported()
-    results = [decode_chain(target, exported, prompt, 3, 38, ()) for prompt in prompts]
-    assert [result.token_ids for result in results] == [tuple(document[4:42]) for document in documents]
-    acceptance = sum((result.acceptance for result in results[1:]), results[0].acceptance)
-    assert acceptance.joint_acceptance[0] >= 0.95
-    assert acceptance.tau > 2.5
+    decoded = decode(target, Chain(exported, 3), prompts, Greedy(), 38, ())
+    assert [answer.token_ids for answer in decoded.answers] == [tuple(document[4:42]) for document in documents]
+    assert decoded.acceptance.joint_acceptance[0] >= 0.95
+    assert decoded.acceptance.tau > 2.5

@@ -17,7 +17,7 @@ from data.heldout import EvalConfig
 from data.prepare import DataConfig
 from data.target import TargetConfig, TargetHeads
 from train.config import RunConfig
-from train.drafters.base import FeatureRequest, algorithms, load_drafter_class
+from train.drafters.base import FeatureRequest, VerifiedStates, algorithms, load_drafter_class
 from train.drafters.medusa1 import Medusa1, Medusa1Config
 
 V, H, HEADS = 37, 16, 3
@@ -161,9 +161,10 @@ def test_an_exported_drafter_proposes_what_it_is_measured_with(tmp_path: Path, c
     reloaded = Medusa1.from_export(*read_export(exported(drafter, tmp_path)), CONFIG, heads())
     ids_T, last_TH = batch.features.input_ids_T, batch.features.last_TH
     drafts_KT = reloaded.teacher_forced_drafts(batch, HEADS)
-    state, fed = reloaded.new_state(), 0
+    fed = 0
     for end in (1, 3, 4, 8):
-        drafts = reloaded.propose(state, None, last_TH[fed:end], ids_T[fed + 1 : end + 1], HEADS)
+        verified = VerifiedStates(None, last_TH[None, fed:end], ids_T[None, fed + 1 : end + 1], torch.tensor([end - fed]))
+        drafts = reloaded.read(None, verified, HEADS).logits_BnW[0].argmax(-1)
         expected = [int(head_logits(drafter, k, last_TH[end - 1]).argmax()) for k in range(1, HEADS + 1)]
         assert drafts.tolist() == drafts_KT[:, end - 1].tolist() == expected
         fed = end

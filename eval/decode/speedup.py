@@ -1,4 +1,4 @@
-"""How much faster chain speculation is than plain decoding in the same decoder, and whether it wrote the same tokens.
+"""How much faster a method is than plain decoding in the same loop, and whether it wrote the same tokens.
 
 Place in the flow: the evaluate stage of a run -> `speedup_reference_decoder` in report.json. Every prompt is decoded plainly and
 speculatively in turn (A B A B), so that a machine that gets slower or faster meanwhile slows both; tokens are counted as ids on
@@ -16,9 +16,10 @@ import torch
 
 from data.target import Target
 from eval.acceptance import Acceptance, Trajectory
-from eval.decode.chain import decode_chain
-from eval.decode.plain import DecodeResult, decode_plain, top_two_gap
-from train.drafters.base import Drafter
+from eval.decode.loop import Decoded, Method, Plain, decode
+from eval.decode.session import TargetSession
+from eval.decode.tree import DraftTree
+from eval.decode.verify import Greedy
 
 # Below this gap of the two best logits, a forward over several tokens and one over a single token may round to different
 # argmaxes. Logits of language models reach about 20 to 30, where bfloat16 has a spacing of 0.125 and float16 of 0.016; the
@@ -73,54 +74,45 @@ class Speedup:
 
 
 def measure_speedup(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    draft_length: int,
-    max_new_tokens: int,
-    end_ids: Collection[int],
-    num_rounds: int = 2,
+    target: Target, method: Method, prompts: Sequence[Sequence[int]], max_new_tokens: int, end_ids: Collection[int], num_rounds: int = 2
 ) -> Speedup:
     """Decodes every prompt plainly and speculatively `num_rounds` times each, alternating, after a warm-up on the first prompt.
 
     Raises:
         ValueError: if there is no prompt, or the two outputs of a prompt differ where the target's two best logits are no near
-            tie: then the speculative decoder is not lossless, and its speed means nothing.
+            tie: then the method is not lossless, and its speed means nothing.
     """
     if not prompts:
         raise ValueError("the speed-up is measured on held-out prompts, but there is none")
-    decode_plain(target, prompts[0], max_new_tokens, end_ids)
-    decode_chain(target, drafter, prompts[0], draft_length, max_new_tokens, end_ids)
-    plain: list[DecodeResult] = []
-    chain: list[DecodeResult] = []
+    timed: dict[str, list[Decoded]] = {"plain": [], "method": []}
+    ways: dict[str, Method] = {"plain": Plain(), "method": method}
+    for way in ways.values():
+        decode(target, way, prompts[:1], Greedy(), max_new_tokens, end_ids)
     for prompt in prompts:
         for _ in range(num_rounds):
-            plain.append(decode_plain(target, prompt, max_new_tokens, end_ids))
-            chain.append(decode_chain(target, drafter, prompt, draft_length, max_new_tokens, end_ids))
+            for name, way in ways.items():
+                timed[name].append(decode(target, way, [prompt], Greedy(), max_new_tokens, end_ids))
+    first = {name: decoded[::num_rounds] for name, decoded in timed.items()}
     gaps = [
-        _difference_gap(target, index, prompt, plain[index * num_rounds].token_ids, chain[index * num_rounds].token_ids)
-        for index, prompt in enumerate(prompts)
+        difference_gap(target, index, prompt, plain.answers[0].token_ids, drafted.answers[0].token_ids)
+        for index, (prompt, plain, drafted) in enumerate(zip(prompts, first["plain"], first["method"], strict=True))
     ]
-    return _summary(str(target.dtype).removeprefix("torch."), plain, chain, chain[::num_rounds], gaps)
+    return _summary(str(target.dtype).removeprefix("torch."), timed["plain"], timed["method"], first["method"], gaps)
 
 
 def _summary(
-    dtype: str,
-    plain: Sequence[DecodeResult],
-    chain: Sequence[DecodeResult],
-    first_rounds: Sequence[DecodeResult],
-    gaps: Sequence[float | None],
+    dtype: str, plain: Sequence[Decoded], drafted: Sequence[Decoded], first_rounds: Sequence[Decoded], gaps: Sequence[float | None]
 ) -> Speedup:
-    """`plain` and `chain` are the timed calls in the same order; `first_rounds` and `gaps` have one entry a prompt."""
-    ratios = [_rate(fast) / _rate(slow) for fast, slow in zip(chain, plain, strict=True)]
-    chain_s = sum(result.total_s for result in chain)
+    """`plain` and `drafted` are the timed calls in the same order; `first_rounds` and `gaps` have one entry a prompt."""
+    ratios = [_rate(fast) / _rate(slow) for fast, slow in zip(drafted, plain, strict=True)]
+    drafted_s = sum(result.total_s for result in drafted)
     return Speedup(
         dtype=dtype,
         ratio=statistics.median(ratios),
         ratio_range=(min(ratios), max(ratios)),
-        tokens_per_s=sum(len(result.token_ids) for result in chain) / chain_s,
-        tokens_per_s_plain=sum(len(result.token_ids) for result in plain) / sum(result.total_s for result in plain),
-        drafting_share=sum(result.drafting_s for result in chain) / chain_s,
+        tokens_per_s=sum(result.num_tokens for result in drafted) / drafted_s,
+        tokens_per_s_plain=sum(result.num_tokens for result in plain) / sum(result.total_s for result in plain),
+        drafting_share=sum(result.drafting_s for result in drafted) / drafted_s,
         acceptance=sum((result.acceptance for result in first_rounds[1:]), first_rounds[0].acceptance),
         num_outputs=len(gaps),
         num_identical=sum(gap is None for gap in gaps),
@@ -130,7 +122,7 @@ def _summary(
 
 
 def check_lossless(
-    target: Target, drafter: Drafter, trajectories: Sequence[Trajectory], draft_length: int, max_new_tokens: int, end_ids: Collection[int]
+    target: Target, method: Method, trajectories: Sequence[Trajectory], max_new_tokens: int, end_ids: Collection[int]
 ) -> dict[str, Any]:
     """Decodes prompts speculatively and compares with the answers that the target gave without a drafter, in the same dtype.
 
@@ -142,8 +134,8 @@ def check_lossless(
     """
     gaps = []
     for index, trajectory in enumerate(trajectories):
-        decoded = decode_chain(target, drafter, trajectory.prompt_ids, draft_length, max_new_tokens, end_ids)
-        gaps.append(_difference_gap(target, index, trajectory.prompt_ids, trajectory.answer_ids, decoded.token_ids))
+        decoded = decode(target, method, [trajectory.prompt_ids], Greedy(), max_new_tokens, end_ids)
+        gaps.append(difference_gap(target, index, trajectory.prompt_ids, trajectory.answer_ids, decoded.answers[0].token_ids))
     return {
         "dtype": str(target.dtype).removeprefix("torch."),
         "num_outputs": len(gaps),
@@ -152,16 +144,20 @@ def check_lossless(
     }
 
 
-def _rate(result: DecodeResult) -> float:
-    return len(result.token_ids) / result.total_s
+def _rate(result: Decoded) -> float:
+    return result.num_tokens / result.total_s
 
 
-def _difference_gap(target: Target, index: int, prompt: Sequence[int], plain_ids: Sequence[int], chain_ids: Sequence[int]) -> float | None:
-    """The gap of the plain run's two best logits where the outputs first differ; None where they are identical."""
-    if tuple(plain_ids) == tuple(chain_ids):
+def difference_gap(target: Target, index: int, prompt: Sequence[int], plain_ids: Sequence[int], other_ids: Sequence[int]) -> float | None:
+    """The gap of the plain run's two best logits where the outputs of prompt `index` first differ; None where they are identical.
+
+    Raises:
+        ValueError: if that is no near tie.
+    """
+    if tuple(plain_ids) == tuple(other_ids):
         return None
-    shorter = min(len(plain_ids), len(chain_ids))
-    differing = (place for place in range(shorter) if plain_ids[place] != chain_ids[place])
+    shorter = min(len(plain_ids), len(other_ids))
+    differing = (place for place in range(shorter) if plain_ids[place] != other_ids[place])
     place = next(differing, shorter)
     gap = top_two_gap(target, prompt, plain_ids, min(place, len(plain_ids) - 1))
     limit = _NEAR_TIE_GAP[target.dtype]
@@ -172,3 +168,17 @@ def _difference_gap(target: Target, index: int, prompt: Sequence[int], plain_ids
             "report this as a bug"
         )
     return gap
+
+
+def top_two_gap(target: Target, prompt_ids: Sequence[int], answer_ids: Sequence[int], index: int) -> float:
+    """Difference of the two best logits where plain decoding chose `answer_ids[index]`, decoded one token a forward as it was.
+
+    Logits are what plain decoding saw, in the target's dtype; no unit.
+    """
+    session = TargetSession(target, 1, len(prompt_ids) + index + 1)
+    rows = session.prefill([prompt_ids])
+    for token in answer_ids[:index]:
+        rows = session.forward([token], [DraftTree()])
+        session.accept([()])
+    best, second = rows.logits_BRV[0, 0].float().topk(2).values.tolist()
+    return best - second

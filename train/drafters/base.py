@@ -1,9 +1,10 @@
 """What every drafter is to the rest of the pipeline: a loss, teacher-forced drafts, and a proposal step for the decoder.
 
 Place in the flow: `DrafterBatch` -> `Drafter.forward` (the loss) -> engine; and `Drafter.teacher_forced_drafts` -> eval/acceptance.py;
-`Drafter.propose` -> eval/decode/chain.py. A new algorithm is one file beside this one: its name is its registration (`load_drafter_class`).
+`Drafter.read` and `Drafter.extend` -> eval/decode/. A new algorithm is one file beside this one: its name is its registration (`load_drafter_class`).
 
-Shapes: T packed tokens, K drafts, n newly verified positions, X = A * H concatenated auxiliary states, H target hidden size, V target vocabulary.
+Shapes: T packed tokens, K drafts, B sequences that are decoded together, n positions (of each), m drafted nodes so far, X = A * H concatenated
+auxiliary states, H target hidden size, V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -72,6 +73,40 @@ class LossOutput(NamedTuple):
 
     loss_sum: Tensor
     metrics: dict[str, Tensor]
+
+
+class VerifiedStates(NamedTuple):
+    """What the target said of the positions that a verification (or the prefill) added to each sequence.
+
+    Attributes:
+        aux_BnX: auxiliary states, or None where `feature_request` asks for none.
+        last_BnH: post-norm last states, or None likewise.
+        next_ids_Bn: int64, the token that follows each position; the last one is the newest known token.
+        num_new_B: int64, how many of the n positions are there for each sequence; those after them are padding.
+    """
+
+    aux_BnX: Tensor | None
+    last_BnH: Tensor | None
+    next_ids_Bn: Tensor
+    num_new_B: Tensor
+
+    def newest(self, values_BnH: Tensor) -> Tensor:
+        """[B, 1, H]: what stands at the last position of each sequence."""
+        index_B11 = (self.num_new_B - 1)[:, None, None]
+        return values_BnH.gather(1, index_B11.expand(-1, 1, values_BnH.shape[-1]))
+
+
+class Guess(NamedTuple):
+    """A drafter's opinion of the token that follows.
+
+    Attributes:
+        logits_BnW: over the draft vocabulary (`Drafter.draft_ids_W`). From `read`: of the next n tokens, n of them at once; from `extend`: of the
+            token after each of n nodes.
+        hidden_BnH: what `extend` continues from: [B, 1, H] from `read`.
+    """
+
+    logits_BnW: Tensor
+    hidden_BnH: Tensor
 
 
 class Drafter(nn.Module):
@@ -182,24 +217,37 @@ class Drafter(nn.Module):
             int64 [num_drafts, T] target token ids; entry [s, i] predicts x_{i+2+s}. Exactly what `propose` would draft there.
         """
 
-    @abstractmethod
-    def new_state(self) -> Any:
-        """An empty drafting state (its KV cache) for one sequence."""
+    # --- drafting: what eval/decode/ builds chains and trees with -----------------------------------------------------------
+
+    @property
+    def draft_ids_W(self) -> Tensor | None:
+        """int64 [W] target ids of the draft vocabulary, on the drafter's device; None where it is the target's whole vocabulary."""
+        return None
 
     @abstractmethod
-    def propose(self, state: Any, aux_nX: Tensor | None, last_nH: Tensor | None, next_ids_n: Tensor, num_drafts: int) -> Tensor:
-        """Takes in n newly verified positions and drafts greedily after the last of them.
+    def new_cache(self, num_sequences: int, capacity: int) -> Any:
+        """An empty drafting cache for sequences of at most `capacity` positions, drafted ones included; None where nothing is remembered."""
+
+    @abstractmethod
+    def read(self, cache: Any, verified: VerifiedStates, num_drafts: int) -> Guess:
+        """Takes in newly verified positions, forgets what was drafted, and guesses the tokens after the newest known one.
 
         Args:
-            state: from `new_state`, updated in place.
-            aux_nX: auxiliary target states of the new positions [n, X], or None where `feature_request` asks for none.
-            last_nH: post-norm target states of the new positions [n, H], or None likewise.
-            next_ids_n: int64 [n], the token that follows each of them (the last one is the newest known token).
-            num_drafts: chain length K.
-
-        Returns:
-            int64 [K] target token ids.
+            cache: from `new_cache`, updated in place.
+            verified: new positions of each sequence, at least one.
+            num_drafts: as many of the next tokens are wanted, where the drafter can say several at once; it says at least one.
         """
+
+    def extend(self, cache: Any, hidden_BnH: Tensor, token_ids_Bn: Tensor, sees_Bnm: Tensor) -> Guess:
+        """Goes on from n drafted nodes, all one level deeper than those before.
+
+        Args:
+            cache: updated in place; remembers the nodes until the next `read`.
+            hidden_BnH: for each node, the output that it was drafted from.
+            token_ids_Bn: int64 target ids of the nodes.
+            sees_Bnm: bool, which of all m nodes since `read` (in the order they were given, the new ones last) are a node's ancestors, or itself.
+        """
+        raise ValueError(f"{self.config.algorithm} says all its drafts at once and cannot go on from them: draft fewer tokens")
 
 
 class DistillingHead(nn.Linear):

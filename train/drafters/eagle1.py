@@ -32,8 +32,8 @@ from data.batch import DrafterBatch
 from data.target import TargetHeads
 from data.vocab import DraftVocabulary
 from train.attention import ttt_attention
-from train.drafters.base import Drafter, DrafterConfig, FeatureRequest, LossOutput
-from train.drafters.llama_layer import KVCache, LayerShape, LlamaLayer
+from train.drafters.base import Drafter, DrafterConfig, FeatureRequest, Guess, LossOutput, VerifiedStates
+from train.drafters.llama_layer import DraftCache, LayerShape, LlamaLayer
 from train.losses import Teacher, distillation_loss
 
 _LOGIT_ROWS = 1024
@@ -180,33 +180,32 @@ class Eagle1(Drafter):
     def teacher_forced_drafts(self, batch: DrafterBatch, num_drafts: int) -> Tensor:
         return torch.stack([self._greedy(hidden_TH) for hidden_TH in self._rollout(batch, _last(batch), num_drafts)])
 
-    def new_state(self) -> KVCache:
-        return KVCache()
+    def new_cache(self, num_sequences: int, capacity: int) -> DraftCache:
+        return DraftCache(self.shape, num_sequences, capacity, like=self.fc.weight)
 
     @torch.no_grad()
-    def propose(self, state: KVCache, aux_nX: Tensor | None, last_nH: Tensor | None, next_ids_n: Tensor, num_drafts: int) -> Tensor:
-        assert last_nH is not None, "EAGLE-1 asks for the last hidden state"
-        position_n = torch.arange(len(next_ids_n), device=next_ids_n.device) + state.num_positions
-        input_nH = self._input(next_ids_n, last_nH)
-        query_nND, key_nMD, value_nMD = self.layer.project(input_nH, position_n)
-        verified = state.extended(key_nMD, value_nMD)
-        state.key_TMD, state.value_TMD = verified.key_TMD, verified.value_TMD
+    def read(self, cache: DraftCache, verified: VerifiedStates, num_drafts: int) -> Guess:
+        assert verified.last_BnH is not None, "EAGLE-1 asks for the last hidden state"
+        input_BnH = self._input(verified.next_ids_Bn, verified.last_BnH)
+        query_BnND, key_BnMD, value_BnMD = self.layer.project(input_BnH, cache.verified_positions(input_BnH.shape[1]))
         # One layer: the earlier new positions only add keys, and drafting needs the output of the newest.
-        hidden_1H = self.layer.finish(verified.attend(query_nND[-1])[None], input_nH[-1:])
-        drafts = [self._greedy(hidden_1H)]
-        drafted = verified
-        for step in range(1, num_drafts):
-            input_1H = self._input(drafts[-1], hidden_1H)
-            query_1ND, key_1MD, value_1MD = self.layer.project(input_1H, position_n[-1:] + step)
-            drafted = drafted.extended(key_1MD, value_1MD)
-            hidden_1H = self.layer.finish(drafted.attend(query_1ND[0])[None], input_1H)
-            drafts.append(self._greedy(hidden_1H))
-        return torch.cat(drafts)
+        attended_B1ND = cache.read(query_BnND, key_BnMD, value_BnMD, verified.num_new_B)
+        return self._guess(self.layer.finish(attended_B1ND, verified.newest(input_BnH)))
+
+    @torch.no_grad()
+    def extend(self, cache: DraftCache, hidden_BnH: Tensor, token_ids_Bn: Tensor, sees_Bnm: Tensor) -> Guess:
+        input_BnH = self._input(token_ids_Bn, hidden_BnH)
+        query_BnND, key_BnMD, value_BnMD = self.layer.project(input_BnH, cache.node_positions(input_BnH.shape[1]))
+        return self._guess(self.layer.finish(cache.extend(query_BnND, key_BnMD, value_BnMD, sees_Bnm), input_BnH))
+
+    def _guess(self, hidden_BnH: Tensor) -> Guess:
+        """The target's own head on the predicted feature."""
+        head_VH = self.heads.lm_head_VH
+        return Guess(hidden_BnH.to(head_VH.dtype) @ head_VH.T, hidden_BnH)
 
     def _greedy(self, hidden_TH: Tensor) -> Tensor:
-        """int64 [T] most likely ids by the target's head, logits computed a block of rows at a time."""
-        head_VH = self.heads.lm_head_VH
-        return torch.cat([(block.to(head_VH.dtype) @ head_VH.T).argmax(-1) for block in hidden_TH.split(_LOGIT_ROWS)])
+        """int64 [T] most likely ids, logits computed a block of rows at a time."""
+        return torch.cat([self._guess(block).logits_BnW.argmax(-1) for block in hidden_TH.split(_LOGIT_ROWS)])
 
 
 def _last(batch: DrafterBatch) -> Tensor:

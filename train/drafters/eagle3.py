@@ -28,8 +28,8 @@ from data.batch import DrafterBatch
 from data.target import TargetHeads, default_aux_layers
 from data.vocab import DraftVocabulary
 from train.attention import ttt_attention
-from train.drafters.base import DistillingHead, Drafter, DrafterConfig, FeatureRequest, LossOutput
-from train.drafters.llama_layer import KVCache, LayerShape, LlamaLayer
+from train.drafters.base import DistillingHead, Drafter, DrafterConfig, FeatureRequest, Guess, LossOutput, VerifiedStates
+from train.drafters.llama_layer import DraftCache, LayerShape, LlamaLayer
 from train.losses import LossKind, Teacher, step_weights
 
 _LOGIT_ROWS = 1024
@@ -227,31 +227,29 @@ class Eagle3(Drafter):
     def teacher_forced_drafts(self, batch: DrafterBatch, num_drafts: int) -> Tensor:
         return torch.stack([self._greedy(hidden_TH) for hidden_TH in self._rollout(batch, num_drafts)])
 
-    def new_state(self) -> KVCache:
-        return KVCache()
+    def new_cache(self, num_sequences: int, capacity: int) -> DraftCache:
+        return DraftCache(self.shape, num_sequences, capacity, like=self.fc.weight)
 
     @torch.no_grad()
-    def propose(self, state: KVCache, aux_nX: Tensor | None, last_nH: Tensor | None, next_ids_n: Tensor, num_drafts: int) -> Tensor:
-        assert aux_nX is not None, "EAGLE-3 asks for auxiliary states"
-        position_n = torch.arange(len(next_ids_n), device=next_ids_n.device) + state.num_positions
-        hidden_nH = self.fc(aux_nX.to(self.fc.weight.dtype))
-        input_n2H = self.midlayer.attention_input(self._embed(next_ids_n), hidden_nH)
-        query_nND, key_nMD, value_nMD = self.midlayer.project(input_n2H, position_n)
-        verified = state.extended(key_nMD, value_nMD)
-        state.key_TMD, state.value_TMD = verified.key_TMD, verified.value_TMD
+    def read(self, cache: DraftCache, verified: VerifiedStates, num_drafts: int) -> Guess:
+        assert verified.aux_BnX is not None, "EAGLE-3 asks for auxiliary states"
+        hidden_BnH = self.fc(verified.aux_BnX.to(self.fc.weight.dtype))
+        input_Bn2H = self.midlayer.attention_input(self._embed(verified.next_ids_Bn), hidden_BnH)
+        query_BnND, key_BnMD, value_BnMD = self.midlayer.project(input_Bn2H, cache.verified_positions(hidden_BnH.shape[1]))
         # One layer: the earlier new positions only add keys, and drafting needs the output of the newest.
-        hidden_1H = self.midlayer.finish(verified.attend(query_nND[-1])[None], hidden_nH[-1:])
-        drafts = [self._greedy(hidden_1H)]
-        drafted = verified
-        for step in range(1, num_drafts):
-            input_12H = self.midlayer.attention_input(self._embed(drafts[-1]), hidden_1H)
-            query_1ND, key_1MD, value_1MD = self.midlayer.project(input_12H, position_n[-1:] + step)
-            drafted = drafted.extended(key_1MD, value_1MD)
-            hidden_1H = self.midlayer.finish(drafted.attend(query_1ND[0])[None], hidden_1H)
-            drafts.append(self._greedy(hidden_1H))
-        return torch.cat(drafts)
+        attended_B1ND = cache.read(query_BnND, key_BnMD, value_BnMD, verified.num_new_B)
+        return self._guess(self.midlayer.finish(attended_B1ND, verified.newest(hidden_BnH)))
+
+    @torch.no_grad()
+    def extend(self, cache: DraftCache, hidden_BnH: Tensor, token_ids_Bn: Tensor, sees_Bnm: Tensor) -> Guess:
+        input_Bn2H = self.midlayer.attention_input(self._embed(token_ids_Bn), hidden_BnH)
+        query_BnND, key_BnMD, value_BnMD = self.midlayer.project(input_Bn2H, cache.node_positions(hidden_BnH.shape[1]))
+        return self._guess(self.midlayer.finish(cache.extend(query_BnND, key_BnMD, value_BnMD, sees_Bnm), hidden_BnH))
+
+    def _guess(self, hidden_BnH: Tensor) -> Guess:
+        return Guess(self.lm_head(self.norm(hidden_BnH)), hidden_BnH)
 
     def _greedy(self, hidden_TH: Tensor) -> Tensor:
         """int64 [T] most likely target ids, logits computed a block of rows at a time."""
-        best = [self.lm_head(self.norm(block)).argmax(-1) for block in hidden_TH.split(_LOGIT_ROWS)]
+        best = [self._guess(block).logits_BnW.argmax(-1) for block in hidden_TH.split(_LOGIT_ROWS)]
         return self.draft_ids_W[torch.cat(best)]

@@ -91,10 +91,10 @@ class RotaryTable:
         self._rotary = LlamaRotaryEmbedding(config)
 
     def rotate(self, heads_TND: Tensor, position_T: Tensor) -> Tensor:
-        """Applies the rotary embedding at the given positions; keeps the dtype."""
+        """Applies the rotary embedding at the given positions (any leading dimensions); keeps the dtype."""
         self._rotary.to(heads_TND.device)
-        cos_1TD, sin_1TD = self._rotary(torch.empty((), dtype=torch.float32, device=heads_TND.device), position_T[None])
-        cos_T1D, sin_T1D = cos_1TD[0, :, None], sin_1TD[0, :, None]
+        cos_1TD, sin_1TD = self._rotary(torch.empty((), dtype=torch.float32, device=heads_TND.device), position_T.reshape(1, -1))
+        cos_T1D, sin_T1D = (table_1TD.view(*position_T.shape, 1, -1) for table_1TD in (cos_1TD, sin_1TD))
         first, second = heads_TND.float().chunk(2, dim=-1)
         rotated_TND = torch.cat([-second, first], dim=-1)
         return (heads_TND * cos_T1D + rotated_TND * sin_T1D).to(heads_TND.dtype)
@@ -150,31 +150,79 @@ class LlamaLayer(nn.Module):
 
     def finish(self, attended_TND: Tensor, residual_TH: Tensor) -> Tensor:
         """residual + o_proj(attended), then + MLP of its norm; the residual stays in its own dtype."""
-        hidden_TH = residual_TH + self.self_attn.o_proj(attended_TND.flatten(1))
+        hidden_TH = residual_TH + self.self_attn.o_proj(attended_TND.flatten(-2))
         return hidden_TH + self.mlp(self.post_attention_layernorm(hidden_TH))
 
 
-class KVCache:
-    """Keys and values of the verified positions of one sequence, and how many there are."""
+class DraftCache:
+    """Keys and values of one layer for the verified positions of each sequence, and after them for the drafted nodes.
 
-    def __init__(self) -> None:
-        self.key_TMD: Tensor | None = None
-        self.value_TMD: Tensor | None = None
+    Nodes are forgotten by writing over them, so drafting is never rolled back.
+
+        column      0 .. length - 1     length .. length + m - 1
+                    verified            nodes, in the order they were drafted; a node sees the verified ones and its ancestors
+    """
+
+    def __init__(self, shape: LayerShape, num_sequences: int, capacity: int, like: Tensor) -> None:
+        """`like` has the dtype and device of the layer."""
+        size = (num_sequences, shape.num_kv_heads, capacity, shape.head_dim)
+        self._key_BMCD, self._value_BMCD = like.new_zeros(size), like.new_zeros(size)
+        self.length_B = torch.zeros(num_sequences, dtype=torch.int64, device=like.device)
+        self._num_nodes = 0
+        self._depth = 0
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops all sequences but these."""
+        self._key_BMCD, self._value_BMCD, self.length_B = self._key_BMCD[rows], self._value_BMCD[rows], self.length_B[rows]
 
     @property
-    def num_positions(self) -> int:
-        return 0 if self.key_TMD is None else self.key_TMD.shape[0]
+    def num_bytes(self) -> int:
+        """Of one position of one sequence, keys and values."""
+        return 2 * self._key_BMCD[0, :, 0].numel() * self._key_BMCD.element_size()
 
-    def extended(self, key_nMD: Tensor, value_nMD: Tensor) -> KVCache:
-        """A cache with n more positions; this one is unchanged, so drafts never need rolling back."""
-        longer = KVCache()
-        longer.key_TMD = key_nMD if self.key_TMD is None else torch.cat([self.key_TMD, key_nMD])
-        longer.value_TMD = value_nMD if self.value_TMD is None else torch.cat([self.value_TMD, value_nMD])
-        return longer
+    def verified_positions(self, num_new: int) -> Tensor:
+        """int64 [B, n]: where new verified positions go, and their RoPE positions."""
+        return self.length_B[:, None] + torch.arange(num_new, device=self.length_B.device)
 
-    def attend(self, query_ND: Tensor) -> Tensor:
-        """[N, D]: one query over every cached position, by a plain softmax."""
-        assert self.key_TMD is not None and self.value_TMD is not None
-        query_MGD = query_ND.unflatten(0, (self.key_TMD.shape[1], -1))
-        scores_MGT = torch.einsum("mgd,tmd->mgt", query_MGD, self.key_TMD) * query_ND.shape[-1] ** -0.5
-        return torch.einsum("mgt,tmd->mgd", scores_MGT.float().softmax(-1).to(query_ND.dtype), self.value_TMD).flatten(0, 1)
+    def node_positions(self, num_nodes: int) -> Tensor:
+        """int64 [B, n]: RoPE positions of the next level of nodes. The newest verified pair's is length - 1; each level is one further."""
+        return (self.length_B + self._depth)[:, None].expand(-1, num_nodes)
+
+    def read(self, query_BnND: Tensor, key_BnMD: Tensor, value_BnMD: Tensor, num_new_B: Tensor) -> Tensor:
+        """[B, 1, N, D]: adds verified positions and attends from the newest of each sequence over all of them."""
+        num_heads, head_dim = query_BnND.shape[2:]
+        self._write(self.verified_positions(key_BnMD.shape[1]), key_BnMD, value_BnMD)
+        self.length_B = self.length_B + num_new_B
+        self._num_nodes = self._depth = 0
+        newest_B1ND = query_BnND.gather(1, (num_new_B - 1)[:, None, None, None].expand(-1, 1, num_heads, head_dim))
+        num_columns = int(self.length_B.max())
+        column_C = torch.arange(num_columns, device=self.length_B.device)
+        return self._attend(newest_B1ND, (column_C < self.length_B[:, None])[:, None])
+
+    def extend(self, query_BnND: Tensor, key_BnMD: Tensor, value_BnMD: Tensor, sees_Bnm: Tensor) -> Tensor:
+        """[B, n, N, D]: adds a level of nodes and attends from each over the verified positions and the nodes that it sees."""
+        num_new, num_nodes = sees_Bnm.shape[1:]
+        node_Bm = self.verified_positions(num_nodes)
+        self._write(node_Bm[:, self._num_nodes :], key_BnMD, value_BnMD)
+        self._num_nodes, self._depth = num_nodes, self._depth + 1
+        num_columns = int(self.length_B.max()) + num_nodes
+        column_C = torch.arange(num_columns, device=self.length_B.device)
+        visible_BnC = (column_C < self.length_B[:, None])[:, None].repeat(1, num_new, 1)
+        visible_BnC.scatter_(2, node_Bm[:, None].expand(-1, num_new, -1), sees_Bnm)
+        return self._attend(query_BnND, visible_BnC)
+
+    def _write(self, column_Bn: Tensor, key_BnMD: Tensor, value_BnMD: Tensor) -> None:
+        row_B1 = torch.arange(len(column_Bn), device=column_Bn.device)[:, None]
+        self._key_BMCD[row_B1, :, column_Bn] = key_BnMD
+        self._value_BMCD[row_B1, :, column_Bn] = value_BnMD
+
+    def _attend(self, query_BnND: Tensor, visible_BnC: Tensor) -> Tensor:
+        num_columns = visible_BnC.shape[-1]
+        out_BNnD = nn.functional.scaled_dot_product_attention(
+            query_BnND.transpose(1, 2),
+            self._key_BMCD[:, :, :num_columns],
+            self._value_BMCD[:, :, :num_columns],
+            attn_mask=visible_BnC[:, None],
+            enable_gqa=True,
+        )
+        return out_BNnD.transpose(1, 2)

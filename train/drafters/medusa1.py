@@ -35,7 +35,7 @@ from transformers import PretrainedConfig
 from data.batch import DrafterBatch
 from data.target import TargetHeads
 from data.vocab import DraftVocabulary
-from train.drafters.base import DistillingHead, Drafter, DrafterConfig, FeatureRequest, LossOutput
+from train.drafters.base import DistillingHead, Drafter, DrafterConfig, FeatureRequest, Guess, LossOutput, VerifiedStates
 from train.losses import DistillationSums, Labels, Teacher, distillation_loss
 
 _LOGIT_ROWS = 1024
@@ -185,21 +185,27 @@ class Medusa1(Drafter):
     def teacher_forced_drafts(self, batch: DrafterBatch, num_drafts: int) -> Tensor:
         return self._drafts(_last(batch), num_drafts)
 
-    def new_state(self) -> None:
+    def new_cache(self, num_sequences: int, capacity: int) -> None:
         """Heads remember nothing."""
         return None
 
     @torch.no_grad()
-    def propose(self, state: None, aux_nX: Tensor | None, last_nH: Tensor | None, next_ids_n: Tensor, num_drafts: int) -> Tensor:
-        assert last_nH is not None, "Medusa asks for the last hidden state"
-        return self._drafts(last_nH[-1:], num_drafts)[:, 0]
+    def read(self, cache: None, verified: VerifiedStates, num_drafts: int) -> Guess:
+        assert verified.last_BnH is not None, "Medusa asks for the last hidden state"
+        self._check(num_drafts)
+        hidden_B1H = self._cast(verified.newest(verified.last_BnH))
+        logits = [self._logits(step, self.blocks[step](hidden_B1H)) for step in range(num_drafts)]
+        return Guess(torch.cat(logits, dim=1), hidden_B1H)
 
     def _drafts(self, last_TH: Tensor, num_drafts: int) -> Tensor:
         """int64 [num_drafts, T], logits computed a block of rows at a time."""
-        if num_drafts > self.config.num_heads:
-            raise ValueError(f"{num_drafts} drafts are wanted of {self.config.num_heads} Medusa heads, but a head makes one: train more heads")
+        self._check(num_drafts)
         hidden_TH = self._cast(last_TH)
         return torch.stack([self._greedy(step, self.blocks[step](hidden_TH)) for step in range(num_drafts)])
+
+    def _check(self, num_drafts: int) -> None:
+        if num_drafts > self.config.num_heads:
+            raise ValueError(f"{num_drafts} drafts are wanted of {self.config.num_heads} Medusa heads, but a head makes one: train more heads")
 
     def _greedy(self, step: int, hidden_TH: Tensor) -> Tensor:
         """int64 [T] most likely ids by the head of this draft."""

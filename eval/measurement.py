@@ -177,9 +177,20 @@ class Comparison:
         temporary.replace(path)
 
 
+_UNDEFINED = dict.fromkeys(("tau", "tau_interval_95", "tau_macro", "joint_acceptance", "conditional_acceptance"))
+
+
 def _acceptance_json(acceptance: Acceptance) -> dict[str, Any]:
-    counts = {"accepted_at": list(acceptance.accepted_at), "prompts": [[prompt.num_tokens, prompt.num_verifications] for prompt in acceptance.prompts]}
-    return acceptance.to_json() | counts
+    """Without a verification (every answer is a single token) the derived numbers are null; the counts say why."""
+    counts = {
+        "num_prompts": acceptance.num_prompts,
+        "num_tokens": acceptance.num_tokens,
+        "num_verifications": acceptance.num_verifications,
+        "draft_length": acceptance.draft_length,
+        "accepted_at": list(acceptance.accepted_at),
+        "prompts": [[prompt.num_tokens, prompt.num_verifications] for prompt in acceptance.prompts],
+    }
+    return (acceptance.to_json() if acceptance.num_verifications else _UNDEFINED) | counts
 
 
 def _acceptance_of(row: Mapping[str, Any]) -> Acceptance:

@@ -8,7 +8,6 @@ temperature, chain, draft length, dtype.
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpoints.provenance import TrainingFacts
-from checkpoints.serving import serving_format, vllm_serve_command
 from eval.acceptance import Acceptance, NearTies
 from eval.decode.speedup import Speedup
+from eval.deploy import serve_commands
 
-_SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle1": "EAGLE"}
 _BAR_CELLS = 24
-_COLOURS = ("#1f4e9c", "#2f8f83", "#d58a1a", "#b8442f", "#7a4ea3", "#5f6b77", "#8c6d46")
-_GREY = "#6b7280"
+COLOURS = ("#1f4e9c", "#2f8f83", "#d58a1a", "#b8442f", "#7a4ea3", "#5f6b77", "#8c6d46")
+INK, GREY, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#e5e7eb"
 
 
 @dataclass(frozen=True)
@@ -108,23 +106,6 @@ def write_report(report: dict[str, Any], path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(report, indent=2) + "\n")
     temporary.replace(path)
-
-
-def serve_commands(algorithm: str, target: str, export_dir: Path, draft_length: int) -> dict[str, str]:
-    """The shell command that serves the target with the exported drafter, for each engine that loads the format."""
-    engines = serving_format(algorithm).engines
-    commands = {}
-    if "vllm" in engines:
-        commands["vllm"] = vllm_serve_command(algorithm, target, export_dir, draft_length)
-    if "sglang" in engines:
-        commands["sglang"] = (
-            f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
-            f"--speculative-algorithm {_SGLANG_ALGORITHMS[algorithm]} "
-            f"--speculative-draft-model-path {shlex.quote(str(export_dir))} "
-            f"--speculative-num-steps {draft_length} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {draft_length + 1} --dtype bfloat16"
-        )
-    return commands
 
 
 # --- the summary ------------------------------------------------------------------------------------------------------
@@ -273,8 +254,8 @@ def plot_training(metrics_path: Path, out_path: Path, title: str) -> None:
 def _draw_loss(axes: Axes, train: Sequence[dict[str, Any]]) -> None:
     steps, losses = [record["step"] for record in train], [record["loss"] for record in train]
     _style(axes, "Training loss")
-    axes.plot(steps, losses, color=_COLOURS[0], alpha=0.25, linewidth=0.8)
-    axes.plot(steps, smoothed(losses, len(losses) // 60), color=_COLOURS[0], linewidth=1.8)
+    axes.plot(steps, losses, color=COLOURS[0], alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smoothed(losses, len(losses) // 60), color=COLOURS[0], linewidth=1.8)
     # The first steps may be far above the rest; the view is that of the smoothed curve and most of the points.
     low, high = min(losses), float(np.quantile(losses, 0.995))
     axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) + 1e-6)
@@ -286,16 +267,16 @@ def _draw_tau(axes: Axes, heldout: Sequence[dict[str, Any]]) -> None:
         _say_nothing_measured(axes)
         return
     steps, taus = [record["step"] for record in heldout], [record["tau"] for record in heldout]
-    axes.plot(steps, taus, color=_COLOURS[1], linewidth=1.8, marker="o", markersize=4, clip_on=False)
+    axes.plot(steps, taus, color=COLOURS[1], linewidth=1.8, marker="o", markersize=4, clip_on=False)
     best = int(np.argmax(taus))
-    axes.plot(steps[best], taus[best], "o", color=_COLOURS[2], markersize=8, clip_on=False, zorder=5)
+    axes.plot(steps[best], taus[best], "o", color=COLOURS[2], markersize=8, clip_on=False, zorder=5)
     axes.set_ylim(1.0, max(1.05, 1.0 + 1.15 * (taus[best] - 1.0)))
     axes.text(
         0.03,
         0.97,
         f"best {taus[best]:.3f} at step {steps[best]:,}",
         transform=axes.transAxes,
-        color=_COLOURS[2],
+        color=COLOURS[2],
         fontweight="bold",
         va="top",
     )
@@ -309,7 +290,7 @@ def _draw_acceptance(axes: Axes, heldout: Sequence[dict[str, Any]]) -> None:
     steps = [record["step"] for record in heldout]
     joint_NK = np.array([record["joint_acceptance"] for record in heldout])
     for position, joint_N in enumerate(joint_NK.T):
-        colour = _COLOURS[position % len(_COLOURS)]
+        colour = COLOURS[position % len(COLOURS)]
         label = f"draft {position + 1}: {joint_N[-1]:.1%}"
         axes.plot(steps, joint_N, color=colour, linewidth=1.8, marker="o", markersize=3, label=label, clip_on=False)
     top = float(joint_NK.max())
@@ -319,19 +300,24 @@ def _draw_acceptance(axes: Axes, heldout: Sequence[dict[str, Any]]) -> None:
 
 
 def _style(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, color="#111827")
-    axes.set_xlabel("optimizer step", fontsize=9, color=_GREY)
-    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_GREY, labelsize=9, length=0)
+    style_axes(axes, title, "optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
+
+
+def style_axes(axes: Axes, title: str, x_label: str) -> None:
+    """The look of every plot: a title at the left, grey labels, horizontal grid lines, no frame."""
+    axes.set_title(title, loc="left", fontsize=10.5, color=INK)
+    axes.set_xlabel(x_label, fontsize=9, color=GREY)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=GREY, labelsize=9, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#d1d5db")
+    axes.spines["bottom"].set_color(RULE)
 
 
 def _say_nothing_measured(axes: Axes) -> None:
-    axes.text(0.5, 0.5, "not measured during training", transform=axes.transAxes, ha="center", color=_GREY)
+    axes.text(0.5, 0.5, "not measured during training", transform=axes.transAxes, ha="center", color=GREY)
 
 
 def smoothed(values: Sequence[float], half_window: int) -> list[float]:

@@ -1,0 +1,272 @@
+"""What the tables of a comparison of decoding methods say, cell by cell, and the sentence above them.
+
+Place in the flow: `Comparison` -> `Sheet`s -> eval/compare_report.py, which draws the same ones on the console and in HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from eval.acceptance import Acceptance
+from eval.compare_plots import prompts_text, size_text
+from eval.measurement import Comparison, MethodResult, Speed
+
+_NUM_POSITIONS = 4
+_COLUMNS_BESIDE_NAME = 6
+_PLAIN = "plain decoding"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text, and what qualifies it in small below; `is_best` for the fastest lossless method of a column."""
+
+    text: str
+    detail: str = ""
+    is_best: bool = False
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table before it is drawn: the first column is text, the others are numbers.
+
+    Attributes:
+        title: of the table.
+        header: one cell a column.
+        rows: each as long as the header.
+        note: how to read it; may be empty.
+        is_prose: every column is text.
+    """
+
+    title: str
+    header: tuple[Cell, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+    is_prose: bool = False
+
+
+_MISSING = Cell("-")
+
+
+def method_sheet(comparison: Comparison) -> Sheet:
+    """One row a method, after plain decoding."""
+    longest = max((method.acceptance.draft_length for method in comparison.methods), default=0)
+    num_positions = min(_NUM_POSITIONS, longest)
+    header = (
+        Cell("method"),
+        Cell("tau", "95%"),
+        Cell("tau", "macro"),
+        Cell("accepted, %", f"drafts 1-{num_positions}"),
+        Cell("speed-up", "range"),
+        Cell("memory", "of target"),
+        Cell("drafting", "share"),
+        Cell("nodes"),
+        Cell("lossless"),
+    )
+    rate = comparison.plain_tokens_per_s.get(1)
+    plain = (Cell(_PLAIN), Cell("1.00"), Cell("1.00"), _MISSING, Cell("1.00x", _rate(rate)), *[_MISSING] * 3, Cell("reference"))
+    speeds = _speed_cells([method.speed_by_batch.get(1) for method in comparison.methods], comparison.methods, has_range=True)
+    rows = [
+        (
+            Cell(method.name),
+            *_tau_cells(method.acceptance),
+            _positions_cell(method.acceptance, num_positions),
+            speed,
+            Cell(f"+{size_text(method.memory.total_bytes)}", _share(method.memory.total_bytes, comparison.weights_bytes)),
+            _drafting_cell(method.speed_by_batch.get(1)),
+            Cell(f"{method.nodes_per_verification:.1f}"),
+            _lossless_cell(method),
+        )
+        for method, speed in zip(comparison.methods, speeds, strict=True)
+    ]
+    return Sheet("Methods, batch 1", header, (plain, *rows), _method_note(comparison))
+
+
+def _method_note(comparison: Comparison) -> str:
+    dtypes = sorted({method.lossless.dtype for method in comparison.methods if method.lossless})
+    return (
+        "tau: tokens per verification of the target, prefill excluded; all prompts together, with a 95% bootstrap interval over prompts where "
+        "there are several; macro: mean over prompts. accepted: verifications that accepted all drafts up to this one. speed-up: tokens/s over "
+        "plain decoding of the same prompts; range over prompts. memory: beyond plain decoding, and as a share of the target's weights. "
+        "drafting: mean time of the drafts of one verification, and its share of drafting and verification. nodes: drafted tokens in one "
+        f"verification. lossless: outputs equal to plain decoding{' in ' if dtypes else ''}{', '.join(dtypes)}; a near tie differs first where "
+        "the target's two best logits are almost equal."
+    )
+
+
+def domain_sheets(comparison: Comparison) -> list[Sheet]:
+    """Tau and speed-up of each domain, a few domains a table; none where there is one domain or no method."""
+    domains = list(comparison.domains)
+    if len(domains) < 2 or not comparison.methods:
+        return []
+    sheets = []
+    for start in range(0, len(domains), _COLUMNS_BESIDE_NAME):
+        part = domains[start : start + _COLUMNS_BESIDE_NAME]
+        columns = [_domain_column(comparison.methods, domain) for domain in part]
+        header = (Cell("method"), *(Cell(domain, prompts_text(comparison.domains[domain])) for domain in part))
+        sheets.append(Sheet("Speed-up and tau by domain, batch 1", header, _rows(comparison.methods, columns)))
+    return sheets
+
+
+def _domain_column(methods: Sequence[MethodResult], domain: str) -> list[Cell]:
+    taus = [method.acceptance_by_domain.get(domain) for method in methods]
+    speeds = _speed_cells([method.speed_by_domain.get(domain) for method in methods], methods)
+    details = [f"tau {tau.tau:.2f}" if tau is not None and tau.num_verifications else "" for tau in taus]
+    return [Cell("1.00x", "tau 1.00"), *(replace(speed, detail=detail) for speed, detail in zip(speeds, details, strict=True))]
+
+
+def batch_sheets(comparison: Comparison) -> list[Sheet]:
+    """Speed-up by sequences decoded together; none where only batch 1 was measured."""
+    batches = sorted({batch for method in comparison.methods for batch in method.speed_by_batch})
+    if batches in ([], [1]):
+        return []
+    sheets = []
+    for start in range(0, len(batches), _COLUMNS_BESIDE_NAME):
+        part = batches[start : start + _COLUMNS_BESIDE_NAME]
+        columns = [
+            [
+                Cell("1.00x", _rate(comparison.plain_tokens_per_s.get(batch))),
+                *_speed_cells([method.speed_by_batch.get(batch) for method in comparison.methods], comparison.methods, has_range=True),
+            ]
+            for batch in part
+        ]
+        header = (Cell("method"), *(Cell(f"batch {batch}") for batch in part))
+        sheets.append(Sheet("Speed-up by batch size", header, _rows(comparison.methods, columns)))
+    return sheets
+
+
+def draft_length_sheets(comparison: Comparison) -> list[Sheet]:
+    """Speed-up of chains by draft length; none where no other length was timed."""
+    methods = [method for method in comparison.methods if method.speed_by_draft_length]
+    lengths = sorted({length for method in methods for length in method.speed_by_draft_length})
+    sheets = []
+    for start in range(0, len(lengths), _COLUMNS_BESIDE_NAME):
+        part = lengths[start : start + _COLUMNS_BESIDE_NAME]
+        cells = [[_speed_cell(method.speed_by_draft_length.get(length)) for length in part] for method in methods]
+        rows = tuple((Cell(method.name), *row) for method, row in zip(methods, cells, strict=True))
+        header = (Cell("method"), *(Cell(f"{length} draft" if length == 1 else f"{length} drafts") for length in part))
+        sheets.append(Sheet("Speed-up by draft length, batch 1", header, rows))
+    return sheets
+
+
+def settings_sheet(comparison: Comparison) -> Sheet:
+    """How each method drafts and what it was set to; for chains, tau as predicted from the teacher-forced pass."""
+    rows = tuple(
+        (
+            Cell(method.name),
+            Cell(method.kind),
+            Cell(method.drafter or "none"),
+            Cell(_plain_text(method.settings) or "-"),
+            Cell(f"{method.acceptance.tau:.2f}") if method.acceptance.num_verifications else _MISSING,
+            _MISSING if method.tau_predicted is None else Cell(f"{method.tau_predicted:.2f}"),
+        )
+        for method in comparison.methods
+    )
+    header = (Cell("method"), Cell("drafts by"), Cell("drafter"), Cell("settings"), Cell("tau", "decoded"), Cell("tau", "predicted"))
+    return Sheet("Settings", header, rows, is_prose=True)
+
+
+def _rows(methods: Sequence[MethodResult], columns: Sequence[Sequence[Cell]]) -> tuple[tuple[Cell, ...], ...]:
+    names = [Cell(_PLAIN), *(Cell(method.name) for method in methods)]
+    return tuple(zip(names, *columns, strict=True))
+
+
+def _tau_cells(acceptance: Acceptance) -> tuple[Cell, Cell]:
+    if not acceptance.num_verifications:
+        return _MISSING, _MISSING
+    low, high = acceptance.tau_interval()
+    return Cell(f"{acceptance.tau:.2f}", f"{low:.2f}-{high:.2f}" if acceptance.num_prompts > 1 else "1 prompt"), Cell(f"{acceptance.tau_macro:.2f}")
+
+
+def _positions_cell(acceptance: Acceptance, num_positions: int) -> Cell:
+    if not acceptance.num_verifications:
+        return _MISSING
+    shares = [f"{share * 100:.0f}" for share in acceptance.joint_acceptance[:num_positions]]
+    return Cell(" ".join(share.rjust(2) for share in shares + ["-"] * (num_positions - len(shares))))
+
+
+def _speed_cells(speeds: Sequence[Speed | None], methods: Sequence[MethodResult], has_range: bool = False) -> list[Cell]:
+    """The fastest that is lossless and faster than plain decoding is marked."""
+    ratios = [speed.ratio for speed, method in zip(speeds, methods, strict=True) if speed is not None and keeps_output(method)]
+    best = max([1.0, *ratios])
+    return [
+        replace(_speed_cell(speed, has_range), is_best=speed is not None and keeps_output(method) and 1 < speed.ratio == best)
+        for speed, method in zip(speeds, methods, strict=True)
+    ]
+
+
+def _speed_cell(speed: Speed | None, has_range: bool = True) -> Cell:
+    if speed is None:
+        return _MISSING
+    return Cell(f"{speed.ratio:.2f}x", f"{speed.ratio_range[0]:.2f}-{speed.ratio_range[1]:.2f}" if has_range else "")
+
+
+def _drafting_cell(speed: Speed | None) -> Cell:
+    if speed is None:
+        return _MISSING
+    drafting_ms = speed.drafting_s * 1e3
+    digits = 0 if drafting_ms >= 100 else 1 if drafting_ms >= 1 else 2
+    return Cell(f"{drafting_ms:.{digits}f} ms", _share(speed.drafting_s, speed.drafting_s + speed.verification_s))
+
+
+def _lossless_cell(method: MethodResult) -> Cell:
+    if not method.is_lossless:
+        return Cell("LOSSY", "by design")
+    if method.lossless is None:
+        return Cell("unchecked")
+    counts = method.lossless
+    num_different = counts.num_outputs - counts.num_identical - counts.num_near_ties
+    if num_different:
+        return Cell(f"NO {counts.num_identical}/{counts.num_outputs}", f"{num_different} differ")
+    ties = f"{counts.num_near_ties} near tie{'s' if counts.num_near_ties > 1 else ''}" if counts.num_near_ties else ""
+    return Cell(f"yes {counts.num_identical}/{counts.num_outputs}", ties)
+
+
+def keeps_output(method: MethodResult) -> bool:
+    """Lossless by design, and no output differed but at a near tie."""
+    counts = method.lossless
+    return method.is_lossless and (counts is None or counts.num_identical + counts.num_near_ties == counts.num_outputs)
+
+
+def _share(part: float, whole: float) -> str:
+    if not part or not whole:
+        return ""
+    share = part / whole
+    return "<0.1%" if share < 0.001 else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f"{tokens_per_s:,.1f} tok/s"
+
+
+def headline(comparison: Comparison) -> str:
+    """The fastest method that keeps the target's output, in one sentence."""
+    timed = [method for method in comparison.methods if 1 in method.speed_by_batch and keeps_output(method)]
+    if not comparison.methods:
+        return "No method was measured."
+    if not timed:
+        return "No method that keeps the target's output was timed at batch 1."
+    best = max(timed, key=lambda method: method.speed.ratio)
+    low, high = best.speed.ratio_range
+    tau = f", {best.acceptance.tau:.2f} tokens per verification" if best.acceptance.num_verifications else ""
+    numbers = f"{best.speed.ratio:.2f}x plain decoding at batch 1 ({low:.2f}x to {high:.2f}x){tau}"
+    if best.speed.ratio > 1:
+        return f"{best.name} is the fastest lossless method: {numbers}."
+    return f"No lossless method is faster than plain decoding here; the nearest is {best.name}: {numbers}."
+
+
+def conditions(comparison: Comparison) -> list[tuple[str, str]]:
+    """What it was measured on: target, prompts, and everything that the measurement wrote down."""
+    domains = ", ".join(f"{domain} ({count})" for domain, count in comparison.domains.items())
+    total = sum(comparison.domains.values())
+    rows = [("target", f"{comparison.target} ({size_text(comparison.weights_bytes)} of weights)"), ("prompts", f"{total} in all: {domains}")]
+    return rows + [(name.replace("_", " "), _plain_text(value)) for name, value in comparison.about.items()]
+
+
+def _plain_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain_text(item)}" for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_plain_text(item) for item in value)
+    return str(value)

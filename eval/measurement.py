@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.acceptance import Acceptance, PromptCount
+from eval.tune import TunedPoint
 
 Kind = Literal["plain", "chain", "static tree", "dynamic tree", "medusa tree", "lookahead", "n-gram", "draft model"]
 
@@ -133,6 +134,7 @@ class Comparison:
         methods: without plain decoding, which every ratio is against.
         not_available: methods that this target or machine cannot run, with the reason.
         weights_bytes: of the target.
+        tuning: settings that were searched for methods before they were measured.
     """
 
     target: str
@@ -143,6 +145,7 @@ class Comparison:
     methods: tuple[MethodResult, ...]
     weights_bytes: int
     not_available: Mapping[str, str] = field(default_factory=dict)
+    tuning: tuple[TunedPoint, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON with tau and its interval beside the raw counts of every acceptance."""
@@ -166,6 +169,7 @@ class Comparison:
                 plain_tokens_per_s={int(batch): rate for batch, rate in document["plain_tokens_per_s"].items()},
                 forward_s={int(batch): {int(n): s for n, s in row.items()} for batch, row in document["forward_s"].items()},
                 methods=tuple(_method_of(row) for row in document["methods"]),
+                tuning=tuple(TunedPoint(**point) for point in document["tuning"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no comparison: {error!r}; expected what `python -m eval.compare` writes") from error

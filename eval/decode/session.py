@@ -117,6 +117,11 @@ class TargetSession:
                         buffer_BMCD[row, :, first : first + len(path)] = buffer_BMCD[row, :, column_a]
             self.lengths[row] = first + len(path)
 
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forgets all but the first so many tokens of each sequence."""
+        assert all(length <= held for length, held in zip(lengths, self.lengths, strict=True)), f"{lengths} of {self.lengths} tokens are to be kept"
+        self.lengths = list(lengths)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Drops all sequences but these."""
         self.lengths = [self.lengths[row] for row in rows]
@@ -189,7 +194,7 @@ class _SessionLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(*size, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         place, num_rows = self._place, key_states.shape[2]

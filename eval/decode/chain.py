@@ -137,3 +137,9 @@ def check_draft_length(drafter: Drafter, draft_length: int) -> None:
     longest = drafter.config.longest_chain()
     if draft_length < 1 or (longest is not None and draft_length > longest):
         raise ValueError(f"a chain of {draft_length} drafts is wanted of {drafter.config.algorithm}, which drafts 1 to {longest or 'any number'}")
+
+
+def check_goes_on(drafter: Drafter) -> None:
+    """Raises ValueError where the drafter says all its drafts at once, and no tree can be grown from them."""
+    if drafter.config.longest_chain() is not None:
+        raise ValueError(f"{drafter.config.algorithm} says all its drafts at once and cannot go on from them: draft its tree with MedusaTree")

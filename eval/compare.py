@@ -23,6 +23,7 @@ import torch
 import tyro
 from rich.console import Console
 from safetensors import SafetensorError
+from transformers.utils.logging import disable_progress_bar
 
 from checkpoints.provenance import installed_versions
 from data.progress import Progress
@@ -355,6 +356,7 @@ def _about(config: CompareConfig, drafters: Sequence[DrafterFiles], target: Targ
 
 def main(args: list[str] | None = None) -> int:
     """0 when the comparison is made, 2 when it could not be, 130 when interrupted."""
+    disable_progress_bar()  # a bar for every model that is loaded
     try:
         compare(tyro.cli(CompareConfig, args=args, prog="python -m eval.compare", description=__doc__), Console(highlight=False))
         return 0

@@ -18,7 +18,7 @@ from data.target import Target, TargetConfig
 from data.target_files import target_fingerprint
 from eval.acceptance import Trajectory, trajectory_features
 from eval.decode.chain import Chain
-from eval.decode.draft_model import DraftModel, check_same_tokenizer
+from eval.decode.draft_model import DraftModel
 from eval.decode.dynamic_tree import DynamicTree
 from eval.decode.lookahead import Lookahead
 from eval.decode.loop import Method, Plain, decode
@@ -26,6 +26,7 @@ from eval.decode.medusa_tree import MedusaTree, calibrate_medusa_tree, measure_h
 from eval.decode.mtp import mtp_unavailable_reason
 from eval.decode.ngram import NGram
 from eval.decode.static_tree import StaticTree
+from eval.decode.tree_shape import TreeShape
 from eval.decode.verify import Greedy, RandomChance, Sampled, Sampling, Typical, Verifier
 from eval.evaluation import exported_drafter
 from eval.measurement import Kind
@@ -182,7 +183,7 @@ class Builder:
     max_new_tokens: int
     temperature: float
     device: torch.device
-    medusa_trees: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    medusa_trees: dict[str, TreeShape] = field(default_factory=dict)
 
     def verifier(self) -> Verifier:
         return Greedy() if self.temperature == 0 else Sampled(Sampling(self.temperature), RandomChance(seed=0))
@@ -262,10 +263,9 @@ class Builder:
         ]
         if draft_model is not None:
             model = Target.load(draft_model, self.device)
-            check_same_tokenizer(target, model)
 
             def drafted(draft_length: int) -> Method:
-                return DraftModel(model, draft_length)
+                return DraftModel(target, model, draft_length)
 
             settings = {"draft_length": chosen.draft_length}
             candidates.append(
@@ -275,7 +275,7 @@ class Builder:
             )
         return candidates
 
-    def _medusa_tree(self, files: DrafterFiles, drafter: Drafter, target: Target) -> tuple[tuple[int, ...], ...]:
+    def _medusa_tree(self, files: DrafterFiles, drafter: Drafter, target: Target) -> TreeShape:
         """Calibrated once for each drafter, on the target's greedy answers to the calibration prompts."""
         if files.name not in self.medusa_trees:
             accuracies_Kk = self._head_accuracies(drafter, target)

@@ -1,0 +1,133 @@
+"""Every decoding method beside each other on the quickstart's target, and whether what should hold between them does.
+
+    .venv/bin/python bench/recipes.py              # the four drafters, once
+    .venv/bin/python bench/draft_model.py          # a small draft model, once
+    .venv/bin/python bench/compare.py --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl sum.jsonl
+
+Writes bench/results/compare.json: what `python -m eval.compare` measures, with the claims. Without `--prompts` the shipped sets are asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+from checkpoints.provenance import git_commit
+from eval.acceptance import Acceptance
+from eval.compare import CompareConfig, compare
+from eval.draft_length import best_draft_length, has_draft_length, share_of_best_measured
+from eval.measurement import Comparison, MethodResult
+
+OUT = Path("runs/compare")
+REPETITIVE, CHAT = ("code", "summarisation"), "chat"
+MOST_PREDICTION_ERROR, LEAST_SHARE_OF_BEST = 0.03, 0.95
+DEFAULT = CompareConfig(
+    target="runs/targets/SmolLM2-135M-Instruct",
+    drafters=tuple(f"runs/recipes/{name}" for name in ("eagle3", "eagle1", "medusa1", "medusa2")),
+    draft_model="runs/targets/SmolLM2-6-layers",
+    out=OUT,
+    num_prompts=8,
+    max_new_tokens=64,
+)
+
+
+def main(config: CompareConfig = DEFAULT, is_measured: bool = False) -> None:
+    """
+    Args:
+        config: of the comparison.
+        is_measured: runs/compare is there; judge it and write the results.
+    """
+    prompts = tuple(str(Path(source).resolve()) if Path(source).exists() else source for source in config.prompts)
+    os.chdir(ROOT)  # so that the results name the runs as a user of this folder would
+    if not is_measured:
+        compare(replace(config, prompts=prompts), Console(highlight=False))
+    document = json.loads((config.out / "compare.json").read_text())
+    comparison = Comparison.from_json(document)
+    files = " ".join(Path(source).name for source in config.prompts)
+    document["about"] |= {"command": f".venv/bin/python bench/compare.py --config.prompts {files}", "commit": git_commit(ROOT)}
+    document["claims"] = claims(comparison)
+    results = ROOT / "bench" / "results"
+    (results / "compare.json").write_text(json.dumps(document, indent=2) + "\n")
+    shutil.copyfile(config.out / "compare.html", config.out / "report.html")
+    for name, claim in document["claims"].items():
+        print(f"{'holds' if claim['holds'] else 'DOES NOT HOLD'}: {name}: {claim['found']}")
+
+
+def claims(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """What should hold, whether it does, and the numbers."""
+    methods = {method.name: method for method in comparison.methods}
+    return {
+        "a tree accepts at least what a chain of the same drafter does": _all(
+            (f"{tree.name} {tree.acceptance.tau:.3f} against {chain.acceptance.tau:.3f}", tree.acceptance.tau >= chain.acceptance.tau)
+            for chain in methods.values()
+            for tree in methods.values()
+            if chain.kind == "chain" and tree.kind.endswith("tree") and tree.is_lossless and tree.drafter == chain.drafter
+        ),
+        "a dynamic tree accepts at least what a static tree of as many nodes does": _all(
+            _dynamic_against_static(methods[f"{name} dynamic tree"], methods[f"{name} static tree"]) for name in ("EAGLE-1", "EAGLE-3")
+        ),
+        "Lookahead and n-gram gain clearly more on code and summaries than on chat": _all(
+            _repetition(methods[name]) for name in ("n-gram", "Lookahead", "Lookahead, prompt pool")
+        ),
+        f"tau predicted by the teacher-forced acceptance is within {MOST_PREDICTION_ERROR:.0%} of the decoder's": _all(
+            (
+                f"{method.name} {method.tau_predicted:.3f} against {method.acceptance.tau:.3f}",
+                abs(method.tau_predicted / method.acceptance.tau - 1) <= MOST_PREDICTION_ERROR,
+            )
+            for method in methods.values()
+            if method.tau_predicted is not None
+        ),
+        f"the advised number of drafts reaches {LEAST_SHARE_OF_BEST:.0%} of the best measured speed": _all(
+            _advised_length(comparison, method) for method in methods.values() if has_draft_length(method)
+        ),
+    }
+
+
+def _all(found: Any) -> dict[str, Any]:
+    judged = list(found)
+    return {"holds": all(holds for _, holds in judged), "found": "; ".join(text for text, _ in judged)}
+
+
+def _dynamic_against_static(dynamic: MethodResult, static: MethodResult) -> tuple[str, bool]:
+    low, high = tau_difference_interval(dynamic.acceptance, static.acceptance)
+    difference = dynamic.acceptance.tau - static.acceptance.tau
+    return f"{dynamic.algorithm} {difference:+.3f} (95% {low:+.3f} to {high:+.3f})", difference >= 0
+
+
+def _repetition(method: MethodResult) -> tuple[str, bool]:
+    """Tokens gained by a verification, on repetitive prompts together and on chat; their intervals must not touch."""
+    chosen = [method.acceptance_by_domain[domain] for domain in REPETITIVE]
+    repetitive, chat = sum(chosen[1:], chosen[0]), method.acceptance_by_domain[CHAT]
+    return f"{method.name} {repetitive.tau:.3f} against {chat.tau:.3f}", repetitive.tau > chat.tau and repetitive.tau_interval()[0] > chat.tau
+
+
+def _advised_length(comparison: Comparison, method: MethodResult) -> tuple[str, bool]:
+    choice = best_draft_length(method, comparison, 1)
+    share = share_of_best_measured(choice)
+    return f"{method.name} K={choice.num_drafts} {share:.1%}", share >= LEAST_SHARE_OF_BEST
+
+
+def tau_difference_interval(first: Acceptance, second: Acceptance, num_resamples: int = 2000) -> tuple[float, float]:
+    """95% bootstrap interval of the difference of two taus on the same prompts, resampled together."""
+    counts_2P2 = np.array([[(prompt.num_tokens, prompt.num_verifications) for prompt in acceptance.prompts] for acceptance in (first, second)])
+    drawn = np.random.default_rng(0).integers(counts_2P2.shape[1], size=(num_resamples, counts_2P2.shape[1]))
+    sums_2R2 = counts_2P2[:, drawn].sum(axis=2)
+    taus_2R = sums_2R2[..., 0] / sums_2R2[..., 1]
+    low, high = np.quantile(taus_2R[0] - taus_2R[1], [0.025, 0.975])
+    return float(low), float(high)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

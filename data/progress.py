@@ -41,7 +41,8 @@ class Progress:
         if not self._is_shown:
             return
         rate = self._done / max(1e-9, self._printed - self._started)
-        parts = [f"{self._label}: {self._done:,}/{self._total:,} {self._unit}", f"{rate:,.0f} {self._unit}/s"]
+        rate_text = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+        parts = [f"{self._label}: {self._done:,}/{self._total:,} {self._unit}", f"{rate_text} {self._unit}/s"]
         if self._bytes_per_unit:
             parts.append(f"{rate * self._bytes_per_unit / 1e6:,.1f} MB/s")
         parts.append(f"{max(0, self._total - self._done) / max(1e-9, rate) / 60:.1f} min left")

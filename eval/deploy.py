@@ -8,7 +8,6 @@ arg_groups/speculative_hook.py, speculative/); read it again when one of these v
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ def deploy_commands(method: MethodResult, num_speculative_tokens: int, target: s
     if num_speculative_tokens < 1:
         raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}, expected at least 1 (serve without drafting otherwise)")
     if method.kind == "lookahead":
-        return Deployment("", "", f"not supported: {_VLLM} has no Lookahead decoding", f"not supported: {_SGLANG} has no Lookahead decoding")
+        return Deployment("", "", f"{_VLLM} does not support Lookahead decoding", f"{_SGLANG} does not support Lookahead decoding")
     if method.kind == "n-gram":
         return _ngram(method, num_speculative_tokens, target)
     if method.kind == "draft model":
@@ -77,25 +76,30 @@ def _draft_head(method: MethodResult, draft_length: int, target: str) -> Deploym
     algorithm = _needed(method.algorithm, method, "the algorithm of its drafter")
     run = Path(_needed(method.drafter, method, "a drafter"))
     export = run / "export" if (run / "export").is_dir() else run
-    target = str(export.parent / "backbone") if algorithm == "medusa2" and (export.parent / "backbone").is_dir() else target
+    has_backbone = algorithm == "medusa2" and (export.parent / "backbone").is_dir()
+    target = str(export.parent / "backbone") if has_backbone else target
     commands = serve_commands(algorithm, target, export, draft_length)
     vllm, sglang = commands["vllm"], commands.get("sglang", "")
-    vllm_reason, sglang_reason = "", "" if sglang else f"not supported: {_SGLANG} has no Medusa"
+    sglang_reason = "" if sglang else f"{_SGLANG} does not support Medusa"
     if method.kind == "dynamic tree" and sglang:
         sglang = _dynamic_tree(method, algorithm, target, export, draft_length)
     elif method.kind == "static tree" and sglang:
         sglang_reason = f"{_SGLANG} has no fixed trees: the command drafts a chain, the nearest"
+    vllm_reasons = []
     if method.kind != "chain":
-        vllm_reason = f"{_VLLM} drafts chains only: the command drafts a chain of {draft_length}, the nearest"
+        vllm_reasons.append(f"{_VLLM} drafts chains only: the command drafts a chain of {draft_length}, the nearest")
     if not method.is_lossless:
-        vllm_reason = "; ".join(filter(None, [vllm_reason, f"{_VLLM} has no typical acceptance: it verifies without loss"]))
+        vllm_reasons.append(f"{_VLLM} has no typical acceptance: it verifies without loss")
+    if has_backbone:
+        vllm_reasons.append(f"The command serves the target that was trained with the heads, {target}: its answers can differ from the original's")
+    vllm_reason = ". ".join(vllm_reasons)
     if algorithm.startswith("medusa") and (trap := _path_trap(export)):
         vllm, vllm_reason = "", trap
     limits = _engine_limits(export)
     if "vllm" in limits:
-        vllm, vllm_reason = "", f"this drafter cannot be served: {limits['vllm']}"
+        vllm, vllm_reason = "", f"{_VLLM} cannot serve this drafter: {limits['vllm']}"
     if "sglang" in limits:
-        sglang, sglang_reason = "", f"this drafter cannot be served: {limits['sglang']}"
+        sglang, sglang_reason = "", f"{_SGLANG} cannot serve this drafter: {limits['sglang']}"
     return Deployment(vllm, sglang, vllm_reason, sglang_reason)
 
 
@@ -105,18 +109,17 @@ def _dynamic_tree(method: MethodResult, algorithm: str, target: str, export: Pat
     Its steps are the tree's levels, and its draft tokens count the newest token too: it keeps the best `num_draft_tokens - 1` of
     top_k + (steps - 1) * top_k^2 nodes.
     """
-    top_k = int(_setting(method, "top_k"))
+    top_k, total_tokens = int(_setting(method, "top_k")), int(_setting(method, "total_tokens"))
     num_possible = top_k + (num_levels - 1) * top_k**2
-    num_nodes = min(math.ceil(method.nodes_per_verification), num_possible)
-    return _sglang(target, _SGLANG_ALGORITHMS[algorithm], export, (num_levels, top_k), num_nodes + 1)
+    return _sglang(target, _SGLANG_ALGORITHMS[algorithm], export, (num_levels, top_k), min(total_tokens, 1 + num_possible))
 
 
 def _ngram(method: MethodResult, num_drafts: int, target: str) -> Deployment:
     speculative = {
         "method": "ngram",
         "num_speculative_tokens": num_drafts,
-        "prompt_lookup_min": int(_setting(method, "prompt_lookup_min")),
-        "prompt_lookup_max": int(_setting(method, "prompt_lookup_max")),
+        "prompt_lookup_min": int(_setting(method, "min_n")),
+        "prompt_lookup_max": int(_setting(method, "max_n")),
     }
     # Not with --speculative-ngram-max-bfs-breadth 1: the tree can branch at its root all the same, and FlashAttention would verify it as a chain.
     sglang_reason = (

@@ -20,7 +20,9 @@ from eval.measurement import Kind, Memory, MethodResult, Speed
 from eval.serve import engine_python, worker_environment
 
 
-def method(kind: Kind, algorithm: str | None = None, drafter: str | None = None, settings: Mapping[str, Any] | None = None, **changes: Any) -> MethodResult:
+def method(
+    kind: Kind, algorithm: str | None = None, drafter: str | None = None, settings: Mapping[str, Any] | None = None, **changes: Any
+) -> MethodResult:
     """A measured method; nothing but what a command is made of matters."""
     speed = Speed(1.5, (1.4, 1.6), 15.0, 10.0, 0.01, 0.1)
     fields: dict[str, Any] = {
@@ -76,7 +78,7 @@ def test_an_eagle_chain_is_served_by_both_engines_as_it_was_measured(algorithm: 
 def test_medusa_is_for_vllm_which_drafts_its_chain(kind: Kind) -> None:
     found = deploy_commands(method(kind, "medusa1", "heads"), 3, "t")
     assert speculative_config(found.vllm) == {"method": "medusa", "model": "heads", "num_speculative_tokens": 3}
-    assert found.sglang == "" and "no Medusa" in found.sglang_reason
+    assert found.sglang == "" and "does not support Medusa" in found.sglang_reason
     assert ("chains only" in found.vllm_reason) == (kind == "medusa tree")
 
 
@@ -89,7 +91,9 @@ def test_a_runs_export_is_served_and_medusa_2_with_the_backbone_of_its_run(tmp_p
     (tmp_path / "export").mkdir()
     (tmp_path / "backbone").mkdir()
     for drafter in (tmp_path, tmp_path / "export"):
-        command = deploy_commands(method("chain", "medusa2", str(drafter)), 3, "the original").vllm
+        found = deploy_commands(method("chain", "medusa2", str(drafter)), 3, "the original")
+        command = found.vllm
+        assert "answers can differ from the original's" in found.vllm_reason
         assert shlex.split(command)[2] == str(tmp_path / "backbone")
         assert speculative_config(command)["model"] == str(tmp_path / "export")
     assert shlex.split(deploy_commands(method("chain", "medusa1", str(tmp_path)), 3, "the original").vllm)[2] == "the original"
@@ -97,7 +101,7 @@ def test_a_runs_export_is_served_and_medusa_2_with_the_backbone_of_its_run(tmp_p
 
 def test_sglang_drafts_the_dynamic_tree_and_vllm_its_chain() -> None:
     """5 levels of 4, 31 nodes and the newest token."""
-    found = deploy_commands(method("dynamic tree", "eagle3", "head", {"top_k": 4}, nodes_per_verification=30.6), 5, "t")
+    found = deploy_commands(method("dynamic tree", "eagle3", "head", {"top_k": 4, "total_tokens": 32}), 5, "t")
     tree = {"--speculative-num-steps": "5", "--speculative-eagle-topk": "4", "--speculative-num-draft-tokens": "32"}
     assert flags(found.sglang).items() >= tree.items() and found.sglang_reason == ""
     assert speculative_config(found.vllm)["num_speculative_tokens"] == 5 and "chains only" in found.vllm_reason
@@ -105,7 +109,7 @@ def test_sglang_drafts_the_dynamic_tree_and_vllm_its_chain() -> None:
 
 def test_a_dynamic_tree_asks_for_no_more_nodes_than_there_are() -> None:
     """2 levels of 2: 2 + 4 nodes."""
-    found = deploy_commands(method("dynamic tree", "eagle1", "head", {"top_k": 2}, nodes_per_verification=59.0), 2, "t")
+    found = deploy_commands(method("dynamic tree", "eagle1", "head", {"top_k": 2, "total_tokens": 60}), 2, "t")
     assert flags(found.sglang)["--speculative-num-draft-tokens"] == "7"
 
 
@@ -115,12 +119,15 @@ def test_a_static_tree_is_a_chain_in_both_engines() -> None:
     assert speculative_config(found.vllm)["num_speculative_tokens"] == 4 and "chains only" in found.vllm_reason
 
 
-NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+NGRAM = {"min_n": 2, "max_n": 4}
 
 
 def test_ngram_is_the_same_in_vllm_and_another_one_in_sglang() -> None:
     found = deploy_commands(method("n-gram", settings=NGRAM), 5, "t")
-    assert speculative_config(found.vllm) == {"method": "ngram", "num_speculative_tokens": 5, **NGRAM} and found.vllm_reason == ""
+    assert (
+        speculative_config(found.vllm) == {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        and found.vllm_reason == ""
+    )
     assert flags(found.sglang) == {
         "--model-path": "t",
         "--speculative-algorithm": "NGRAM",
@@ -141,7 +148,7 @@ def test_a_draft_model_is_served_by_both_engines() -> None:
 def test_lookahead_is_in_no_engine() -> None:
     found = deploy_commands(method("lookahead", settings={"W": 5, "N": 3, "G": 5}), 2, "t")
     assert (found.vllm, found.sglang) == ("", "")
-    assert "not supported" in found.vllm_reason and "not supported" in found.sglang_reason
+    assert "does not support" in found.vllm_reason and "does not support" in found.sglang_reason
 
 
 @pytest.mark.parametrize("name", ["runs/EAGLE3-against-medusa/export", "my-eagle-heads"])
@@ -165,7 +172,7 @@ def test_what_the_exporter_knows_of_an_engine_is_heeded(tmp_path: Path) -> None:
         (method("chain", None, "d"), 3, "the algorithm of its drafter"),
         (method("chain", "eagle3"), 3, "expected a drafter"),
         (method("draft model"), 3, "expected a draft model"),
-        (method("n-gram", settings={"prompt_lookup_min": 1}), 3, "expected 'prompt_lookup_max'"),
+        (method("n-gram", settings={"min_n": 1}), 3, "expected 'max_n'"),
         (method("dynamic tree", "eagle3", "d"), 3, "expected 'top_k'"),
     ],
 )
@@ -227,7 +234,7 @@ def test_vllm_understands_every_command(tmp_path: Path) -> None:
         method("chain", "eagle1", str(tmp_path / "eagle1")),
         method("chain", "eagle3", str(tmp_path / "eagle3")),
         method("chain", "medusa1", str(tmp_path / "medusa1")),
-        method("dynamic tree", "eagle3", str(tmp_path / "eagle3"), {"top_k": 2}),
+        method("dynamic tree", "eagle3", str(tmp_path / "eagle3"), {"top_k": 2, "total_tokens": 8}),
         method("medusa tree", "medusa1", str(tmp_path / "medusa1")),
         method("n-gram", settings=NGRAM),
         method("draft model", drafter=str(tmp_path / "small")),

@@ -159,8 +159,9 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
         not_available=not_available(first),
         tuning=tuple(tuning),
     )
-    advice = [advised.to_json() for advised in advise(comparison)]
     config.out.mkdir(parents=True, exist_ok=True)
+    comparison.write(config.out / "compare.json", {})  # before anything else can fail: it took long
+    advice = [advised.to_json() for advised in advise(comparison)]
     comparison.write(config.out / "compare.json", {"advice": advice})
     write_html(comparison, advice, config.out / "compare.html")
     print_comparison(comparison, advice, console)

@@ -248,7 +248,7 @@ def test_the_children_of_every_node_are_the_drafters_best_tokens_after_its_path(
 
 @pytest.mark.parametrize("drafter_name", EAGLES)
 def test_the_distribution_of_sampled_siblings_is_the_drafters_after_their_path(drafter_name: str) -> None:
-    drafter = world("llama").random_drafter(drafter_name)
+    drafter = world("llama").drafter(drafter_name)
     recorder = recorded(world("llama"), METHODS["static, sampled"](drafter))
     ids = torch.arange(V) if drafter.draft_ids_W is None else drafter.draft_ids_W
     for row in range(len(PROMPTS)):

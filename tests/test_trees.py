@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from data.batch import Features, drafter_batch
 from data.target import Target, TargetHeads
@@ -21,6 +22,7 @@ from eval.decode.chain import Chain
 from eval.decode.dynamic_tree import DynamicTree
 from eval.decode.loop import Decoded, Method, Plain, Seen, decode
 from eval.decode.medusa_tree import MedusaTree, calibrate_medusa_tree, measure_head_accuracies
+from eval.decode.mtp import mtp_unavailable_reason
 from eval.decode.static_tree import StaticTree, without_replacement
 from eval.decode.tree import ROOT, DraftTree
 from eval.decode.tree_shape import EAGLE_TREE, TreeShape
@@ -554,3 +556,22 @@ def test_measured_heads_make_a_tree_that_accepts_more_than_any_other_shape_of_it
     calibrated = run(here, MedusaTree(drafter, calibrate_medusa_tree(accuracies_Kk, 12))).acceptance.tau
     wide = run(here, MedusaTree(drafter, TreeShape.of([(rank,) for rank in range(12)]))).acceptance.tau
     assert calibrated > wide
+
+
+# --- multi-token prediction ---------------------------------------------------------------------------------------------
+
+
+def test_the_reason_without_mtp_says_whether_the_target_has_such_layers() -> None:
+    assert mtp_unavailable_reason(world("llama").target) == (
+        "this target has no multi-token-prediction heads: its config has no num_nextn_predict_layers"
+    )
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 4, "moe_intermediate_size": 16, "kv_lora_rank": 16, "q_lora_rank": 16}
+    ropes = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    target = Target(DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **ropes, **experts, num_nextn_predict_layers=2)), tokenizer=None)
+    reason = mtp_unavailable_reason(target)
+    assert f"names 2 multi-token-prediction layers, which transformers {transformers.__version__} leaves out of the model" in reason
+    assert "vLLM's speculative method 'mtp'" in reason
+    # True of the model: nothing of it is an MTP layer.
+    assert len(target.layers) == 2 and not any("eh_proj" in name or "mtp" in name for name, _ in target.model.named_parameters())

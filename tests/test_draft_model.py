@@ -180,6 +180,16 @@ def test_padding_beyond_the_targets_rows_is_never_drafted() -> None:
         assert max(method.draft(Seen([[*prompt, 3]], NO_STATES))[0].token_ids) < V
 
 
+def test_tokens_that_the_draft_model_lacks_are_never_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small its own logits are."""
+    draft = Target(llama(61), tokenizer(*words(60)))
+    own = draft.logits
+    monkeypatch.setattr(draft, "logits", lambda last: own(last) - 1000)
+    method = DraftModel(Target(llama(), tokenizer(*words(60))), draft, 4)
+    method.start(1, 60)
+    assert max(method.draft(Seen([[1, 2, 3]], NO_STATES))[0].token_ids) < 61
+
+
 def test_another_tokenizer_is_refused_with_what_differs(target: Target) -> None:
     swapped = Target(llama(), tokenizer(*words(7), "w8", "w7", *words(V)[9:]))
     with pytest.raises(ValueError, match=r"2 of 64 token ids differ, the first is 7, 'w8' in the draft model and 'w7' in the target"):

@@ -52,7 +52,6 @@ class DraftModel(Method):
         self._draft, self._vocab_size, self._sampling, self._chance = draft, target.vocab_size, sampling, chance
         self._capacity = 0
         self._session: TargetSession | None = None
-        self._drafts: list[tuple[int, ...]] = []  # the latest of each sequence
 
     def start(self, num_sequences: int, capacity: int) -> None:
         self._capacity, self._session = capacity, None
@@ -60,7 +59,6 @@ class DraftModel(Method):
     def keep(self, rows: Sequence[int]) -> None:
         if self._session is not None:
             self._session.keep(rows)
-            self._drafts = [self._drafts[row] for row in rows]
 
     @torch.no_grad()
     def draft(self, seen: Seen) -> list[DraftTree]:
@@ -68,7 +66,9 @@ class DraftModel(Method):
             self._session = TargetSession(self._draft, len(seen.contexts), self._capacity)
             self._session.prefill([context[:-1] for context in seen.contexts])
         else:
-            self._forget_rejected(self._session, seen.contexts)
+            # Of the drafts that it read the text has a beginning, and after those the newest token, which nobody has read.
+            lengths = [min(read, len(context) - 1) for read, context in zip(self._session.lengths, seen.contexts, strict=True)]
+            self._session.truncate(lengths)
         unread = [list(context[length:]) for context, length in zip(seen.contexts, self._session.lengths, strict=True)]
         chosen, probs = [], []
         for _ in range(self.longest_path):
@@ -76,23 +76,12 @@ class DraftModel(Method):
             unread = [[token] for token in ids_B]
             chosen.append(ids_B)
             probs.append(probs_BV)
-        self._drafts = [tuple(ids) for ids in zip(*chosen, strict=True)]
+        drafts = list(zip(*chosen, strict=True))
         if self._sampling is None:
-            return [DraftTree.chain(drafts) for drafts in self._drafts]
+            return [DraftTree.chain(ids) for ids in drafts]
         # The last draft has no children.
         probs_BRV = torch.stack([*probs, torch.zeros_like(probs[0])], dim=1)
-        return [DraftTree.chain(drafts, probs_RV) for drafts, probs_RV in zip(self._drafts, probs_BRV, strict=True)]
-
-    def _forget_rejected(self, session: TargetSession, contexts: Sequence[Sequence[int]]) -> None:
-        """Keeps of the drafts that were read those that are in the text now, and leaves the newest token unread."""
-        lengths = []
-        for context, drafts, length in zip(contexts, self._drafts, session.lengths, strict=True):
-            read = drafts[: self.longest_path - 1]
-            verified = length - len(read)
-            new = context[verified:-1]
-            is_kept = [token == draft for token, draft in zip(new, read, strict=False)]
-            lengths.append(verified + [*is_kept, False].index(False))
-        session.truncate(lengths)
+        return [DraftTree.chain(ids, probs_RV) for ids, probs_RV in zip(drafts, probs_BRV, strict=True)]
 
     def _read(self, session: TargetSession, unread: Sequence[Sequence[int]]) -> Tensor:
         """[B, V] logits after the last unread token of each sequence; the cache takes the tokens in."""

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -26,6 +25,7 @@ from rich.console import Console
 
 from checkpoints.provenance import git_commit
 from eval.acceptance import Acceptance
+from eval.advisor import Candidate
 from eval.compare import CompareConfig, compare
 from eval.draft_length import best_draft_length, has_draft_length, share_of_best_measured
 from eval.measurement import Comparison, MethodResult
@@ -38,12 +38,15 @@ DEFAULT = CompareConfig(
     drafters=tuple(f"runs/recipes/{name}" for name in ("eagle3", "eagle1", "medusa1", "medusa2")),
     draft_model="runs/targets/SmolLM2-6-layers",
     out=OUT,
-    num_prompts=8,
-    max_new_tokens=64,
+    num_prompts=6,
+    max_prompt_tokens=768,
+    max_new_tokens=48,
+    num_length_prompts=6,
+    num_lossless_prompts=4,
 )
 
 
-def main(config: CompareConfig = DEFAULT, is_measured: bool = False) -> None:
+def main(config: Annotated[CompareConfig, tyro.conf.arg(name="")] = DEFAULT, is_measured: bool = False) -> None:
     """
     Args:
         config: of the comparison.
@@ -56,11 +59,10 @@ def main(config: CompareConfig = DEFAULT, is_measured: bool = False) -> None:
     document = json.loads((config.out / "compare.json").read_text())
     comparison = Comparison.from_json(document)
     files = " ".join(Path(source).name for source in config.prompts)
-    document["about"] |= {"command": f".venv/bin/python bench/compare.py --config.prompts {files}", "commit": git_commit(ROOT)}
+    document["about"] |= {"command": f".venv/bin/python bench/compare.py --prompts {files}", "commit": git_commit(ROOT)}
     document["claims"] = claims(comparison)
     results = ROOT / "bench" / "results"
     (results / "compare.json").write_text(json.dumps(document, indent=2) + "\n")
-    shutil.copyfile(config.out / "compare.html", config.out / "report.html")
     for name, claim in document["claims"].items():
         print(f"{'holds' if claim['holds'] else 'DOES NOT HOLD'}: {name}: {claim['found']}")
 
@@ -114,9 +116,12 @@ def _repetition(method: MethodResult) -> tuple[str, bool]:
 
 
 def _advised_length(comparison: Comparison, method: MethodResult) -> tuple[str, bool]:
+    """The advisor's number; the cost model's own is told where measurement overruled it."""
+    advised = Candidate(method, comparison, 1, method.acceptance, method.speed.ratio)
     choice = best_draft_length(method, comparison, 1)
-    share = share_of_best_measured(choice)
-    return f"{method.name} K={choice.num_drafts} {share:.1%}", share >= LEAST_SHARE_OF_BEST
+    share = choice.measured[advised.num_drafts] / max(choice.measured.values())
+    by_model = f"; the cost model alone: {choice.num_drafts}, {share_of_best_measured(choice):.1%}" * (choice.num_drafts != advised.num_drafts)
+    return f"{method.name} {advised.num_drafts} drafts {share:.1%}{by_model}", share >= LEAST_SHARE_OF_BEST
 
 
 def tau_difference_interval(first: Acceptance, second: Acceptance, num_resamples: int = 2000) -> tuple[float, float]:

@@ -121,6 +121,7 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
     Raises:
         ValueError: if target, drafters, draft model or prompts do not fit together, or a method is not lossless.
     """
+    disable_progress_bar()  # transformers' own, one for every model that is loaded
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = TargetConfig(config.target, config.revision, config.dtype)
     drafters = [find_drafter(name) for name in config.drafters]
@@ -357,7 +358,6 @@ def _about(config: CompareConfig, drafters: Sequence[DrafterFiles], target: Targ
 
 def main(args: list[str] | None = None) -> int:
     """0 when the comparison is made, 2 when it could not be, 130 when interrupted."""
-    disable_progress_bar()  # a bar for every model that is loaded
     try:
         compare(tyro.cli(CompareConfig, args=args, prog="python -m eval.compare", description=__doc__), Console(highlight=False))
         return 0

@@ -25,6 +25,7 @@ from eval.compare_sheets import (
     headline,
     method_sheet,
     settings_sheet,
+    tuning_sheets,
 )
 from eval.measurement import Comparison
 
@@ -68,7 +69,8 @@ def _sheets(comparison: Comparison) -> list[Sheet]:
     """The methods first; none without a method."""
     if not comparison.methods:
         return []
-    return [method_sheet(comparison), *domain_sheets(comparison), *batch_sheets(comparison), *draft_length_sheets(comparison)]
+    measured = [*domain_sheets(comparison), *batch_sheets(comparison), *draft_length_sheets(comparison)]
+    return [method_sheet(comparison), *measured, *tuning_sheets(comparison)]
 
 
 def _print_advice(item: Mapping[str, str], console: Console) -> None:

@@ -172,6 +172,18 @@ def _rows(methods: Sequence[MethodResult], columns: Sequence[Sequence[Cell]]) ->
     return tuple(zip(names, *columns, strict=True))
 
 
+def tuning_sheets(comparison: Comparison) -> list[Sheet]:
+    """Everything that a search of parameters tried, the fastest first; none where nothing was searched."""
+    if not comparison.tuning:
+        return []
+    header = (Cell("method"), Cell("settings"), Cell("speed-up"), Cell("tau"), Cell("used"))
+    rows = tuple(
+        (Cell(point.method), Cell(_plain_text(point.settings)), Cell(f"{point.speedup:.2f}x"), Cell(f"{point.tau:.2f}"), Cell("yes" * point.is_best))
+        for point in sorted(comparison.tuning, key=lambda point: (point.method, -point.speedup))
+    )
+    return [Sheet("Settings that were tried", header, rows, "Measured on the calibration prompts, which are none of those above.")]
+
+
 def _tau_cells(acceptance: Acceptance) -> tuple[Cell, Cell]:
     if not acceptance.num_verifications:
         return _MISSING, _MISSING

@@ -44,7 +44,7 @@ class MethodConfig:
 
     Attributes:
         draft_length: longest chain of drafts; shorter ones are timed too.
-        tree_depth, tree_top_k: EAGLE-2's dynamic tree.
+        tree_depth, tree_top_k: EAGLE-2's dynamic tree; it gets one level deeper than that, 5 as EAGLE-1's static tree.
         tree_total_tokens: of that tree, root included; 0 takes as many as EAGLE-1's static tree has, so that the two compare.
         medusa_tree_tokens: nodes of Medusa's calibrated tree, root included.
         lookahead_w: W, the window size: positions guessed ahead in each step. Some articles swap W and N.
@@ -54,7 +54,7 @@ class MethodConfig:
     """
 
     draft_length: int = 5
-    tree_depth: int = 5
+    tree_depth: int = 4
     tree_top_k: int = 8
     tree_total_tokens: int = 0
     medusa_tree_tokens: int = 26

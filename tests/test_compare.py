@@ -168,6 +168,7 @@ def test_the_search_of_parameters_is_reported_and_its_optimum_used(
         assert best.speedup == max(point.speedup for point in points) and len(points) >= 3
         [method] = [method for method in comparison.methods if method.name == name]
         assert method.settings == best.settings
+    assert "Settings that were tried" in (tmp_path / "compare.html").read_text()
 
 
 def test_coordinate_search_finds_the_top_of_a_hill_and_measures_no_setting_twice() -> None:

@@ -63,7 +63,7 @@ class DraftTree:
         return children
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
     """Depth of each row: 0 for the root's, 1 for its children."""
     depths = [0]
@@ -72,7 +72,7 @@ def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(depths)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def ancestors_of(parents: tuple[int, ...]) -> Tensor:
     """bool [R, R]: which rows each row sees, itself included."""
     sees_RR = np.eye(len(parents) + 1, dtype=bool)

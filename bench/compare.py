@@ -38,10 +38,10 @@ DEFAULT = CompareConfig(
     drafters=tuple(f"runs/recipes/{name}" for name in ("eagle3", "eagle1", "medusa1", "medusa2")),
     draft_model="runs/targets/SmolLM2-6-layers",
     out=OUT,
-    num_prompts=6,
+    num_prompts=5,
     max_prompt_tokens=768,
-    max_new_tokens=48,
-    num_length_prompts=6,
+    max_new_tokens=40,
+    num_length_prompts=5,
     num_lossless_prompts=4,
 )
 

@@ -35,14 +35,13 @@ from eval.decode.loop import Decoded
 from eval.decode.speedup import difference_gap
 from eval.measurement import Comparison, Lossless, Memory, MethodResult, Speed
 from eval.methods import (
-    NAMES,
     PACK_TOKENS,
     Builder,
     Candidate,
     DrafterFiles,
     LineUp,
     MethodConfig,
-    find_drafter,
+    find_drafters,
     not_available,
     with_extra_tokens,
 )
@@ -124,7 +123,7 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
     disable_progress_bar()  # transformers' own, one for every model that is loaded
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = TargetConfig(config.target, config.revision, config.dtype)
-    drafters = [find_drafter(name) for name in config.drafters]
+    drafters = find_drafters(config.drafters)
     draft_model = None if config.draft_model is None else TargetConfig(config.draft_model, None, config.dtype)
     asked = read_prompts(config.prompts, load_tokenizer(target), config.num_prompts + config.num_calibration_prompts, config.max_prompt_tokens)
     questions, calibration = _divide(asked, config)
@@ -351,7 +350,7 @@ def _about(config: CompareConfig, drafters: Sequence[DrafterFiles], target: Targ
         "dtype": str(target.dtype).removeprefix("torch."),
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
-        "drafters": {drafter.name: NAMES.get(drafter.algorithm, drafter.algorithm) for drafter in drafters},
+        "drafters": {drafter.name: drafter.label for drafter in drafters},
         "versions": installed_versions(),
     }
 

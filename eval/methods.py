@@ -129,31 +129,48 @@ class DrafterFiles:
 
     Attributes:
         name: as the user named it.
+        label: unique among the drafters of the comparison.
         export: the checkpoint.
         algorithm: of the drafter.
         backbone: the target that was trained with it, or None.
     """
 
     name: str
+    label: str
     export: Path
     algorithm: str
     backbone: Path | None
 
 
-def find_drafter(name: str) -> DrafterFiles:
-    """A run's directory or its export.
+def find_drafters(names: Sequence[str]) -> list[DrafterFiles]:
+    """Runs' directories or their exports.
 
     Raises:
-        ValueError: if there is no finished export.
+        ValueError: if one has no finished export, or is named twice.
     """
+    exports = [_export_of(name) for name in names]
+    algorithms = [json.loads((export / "headstart.json").read_text())["algorithm"] for export in exports]
+    found = []
+    for name, export, algorithm in zip(names, exports, algorithms, strict=True):
+        if [other.resolve() for other in exports].count(export.resolve()) > 1:
+            raise ValueError(f"--drafters names {export} twice: name each drafter once")
+        label = NAMES.get(algorithm, algorithm)
+        if algorithms.count(algorithm) > 1:
+            label += f" ({name.rstrip('/')})"
+        backbone = export.parent / "backbone"
+        if algorithm == "medusa2" and not backbone.is_dir():
+            raise ValueError(
+                f"--drafters {name} are Medusa-2 heads, which fit only the target trained with them: {backbone} is missing; name the run"
+            )
+        found.append(DrafterFiles(name, label, export, algorithm, backbone if algorithm == "medusa2" else None))
+    return found
+
+
+def _export_of(name: str) -> Path:
     export = next((folder for folder in (Path(name) / "export", Path(name)) if (folder / "headstart.json").is_file()), None)
     if export is None:
         raise ValueError(f"--drafters {name} holds no export (headstart.json): name a finished run, such as runs/quickstart, or its export folder")
-    algorithm = json.loads((export / "headstart.json").read_text())["algorithm"]
-    backbone = export.parent / "backbone"
-    if algorithm == "medusa2" and not backbone.is_dir():
-        raise ValueError(f"--drafters {name} are Medusa-2 heads, which fit only the target trained with them: {backbone} is missing; name the run")
-    return DrafterFiles(name, export, algorithm, backbone if algorithm == "medusa2" else None)
+    return export
 
 
 def check_drafter(drafter: DrafterFiles, target: TargetConfig) -> None:
@@ -208,13 +225,12 @@ class Builder:
         return [first, *others]
 
     def _trained(self, files: DrafterFiles, drafter: Drafter, target: Target) -> list[Candidate]:
-        name = NAMES.get(files.algorithm, files.algorithm)
         longest = drafter.config.longest_chain()
         length = self.settings.draft_length if longest is None else min(longest, self.settings.draft_length)
 
         def candidate(kind: Kind, settings: Mapping[str, int], method: Method, suffix: str, verifier: Verifier | None = None) -> Candidate:
             chosen = verifier or self.verifier()
-            return Candidate(f"{name} {suffix}", kind, files.algorithm, files.name, settings, method, chosen, is_lossless=chosen.is_lossless)
+            return Candidate(f"{files.label} {suffix}", kind, files.algorithm, files.name, settings, method, chosen, is_lossless=chosen.is_lossless)
 
         chain = candidate("chain", {"draft_length": length}, Chain(drafter, length), "chain")
         candidates = [replace(chain, at_length=lambda draft_length: Chain(drafter, draft_length), head=drafter)]

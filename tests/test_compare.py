@@ -20,6 +20,7 @@ from eval.compare import main
 from eval.decode.loop import Answer, Decoded
 from eval.decode.verify import Greedy, Verdict
 from eval.measurement import Comparison
+from eval.methods import find_drafters
 from eval.timing import Timed
 from eval.tune import coordinate_search
 from train.drafters.base import DrafterConfig, load_drafter_class
@@ -220,6 +221,16 @@ def test_a_drafter_of_another_target_is_refused(
     assert "holds no export" in error_of(capsys, *common, str(tmp_path))
     heads = shutil.copytree(runs["medusa2"] / "export", tmp_path / "heads")
     assert "fit only the target trained with them" in error_of(capsys, *common, str(heads))
+
+
+def test_two_drafters_of_one_algorithm_are_told_apart_and_the_same_one_twice_is_refused(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(runs["eagle1"], tmp_path / "other"))
+    labels = [drafter.label for drafter in find_drafters([f"{runs['eagle1']}/", str(other / "export"), str(runs["medusa1"])])]
+    assert labels == [f"EAGLE-1 ({runs['eagle1']})", f"EAGLE-1 ({other}/export)", "Medusa-1"]
+    with pytest.raises(ValueError, match="twice"):
+        find_drafters([str(other), str(other / "export")])
 
 
 def test_too_few_prompts_and_senseless_settings_are_one_clear_line(

@@ -11,8 +11,10 @@ Without `--prompts` the four shipped sets are asked (eval/prompt_sets/). A promp
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +39,7 @@ from eval.measurement import Comparison, Lossless, Memory, MethodResult, Speed
 from eval.methods import (
     PACK_TOKENS,
     Builder,
-    Candidate,
+    Contender,
     DrafterFiles,
     LineUp,
     MethodConfig,
@@ -66,13 +68,13 @@ class CompareConfig:
         revision: of the target on the Hub.
         out: folder for compare.json and compare.html.
         num_prompts: of each domain.
-        num_calibration_prompts: of each domain; further prompts that calibrate Medusa's tree and that --tune searches on.
+        num_calibration_prompts: of each domain; further prompts that calibrate Medusa's tree and that --tune searches on. Only where there is either.
         max_prompt_tokens: longer prompts are left out, and counted.
         max_new_tokens: longest answer.
         temperature: 0 is greedy.
         dtype: of the target while it is timed. "auto" is its own.
         batch_sizes: sequences decoded together; 1 is always measured.
-        num_batches: of each batch size above 1.
+        num_batches: of each batch size above 1; 0 takes all prompts, so that the sizes compare.
         num_length_prompts: prompts for timing chains at every shorter draft length.
         num_lossless_prompts: prompts whose outputs are compared with plain decoding in float32; only where the temperature is 0.
         tune: search Lookahead's W, N, G and the dynamic tree's depth, top-k and total tokens first, on the calibration prompts.
@@ -92,18 +94,22 @@ class CompareConfig:
     temperature: float = 0.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     batch_sizes: tuple[int, ...] = (2, 4, 8)
-    num_batches: int = 1
+    num_batches: int = 0
     num_length_prompts: int = 8
     num_lossless_prompts: int = 8
     tune: bool = False
     methods: MethodConfig = field(default_factory=MethodConfig)
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "num_calibration_prompts", "max_new_tokens", "num_batches", "num_length_prompts", "num_lossless_prompts"):
+        for name in ("num_prompts", "num_calibration_prompts", "max_new_tokens", "num_length_prompts", "num_lossless_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.temperature < 0 or any(size < 1 for size in self.batch_sizes):
-            raise ValueError(f"temperature is {self.temperature} and batch_sizes {self.batch_sizes}: expected no negative and no empty ones")
+        if self.temperature < 0 or self.num_batches < 0 or any(size < 1 for size in self.batch_sizes):
+            found = f"temperature is {self.temperature}, num_batches {self.num_batches} and batch_sizes {self.batch_sizes}"
+            raise ValueError(f"{found}: expected no negative and no empty ones")
+        existing = next(folder for folder in (self.out, *self.out.absolute().parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise ValueError(f"--out {self.out} cannot be made: {existing} is no folder that can be written to")
 
 
 @dataclass(frozen=True)
@@ -125,24 +131,25 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
     target = TargetConfig(config.target, config.revision, config.dtype)
     drafters = find_drafters(config.drafters)
     draft_model = None if config.draft_model is None else TargetConfig(config.draft_model, None, config.dtype)
-    asked = read_prompts(config.prompts, load_tokenizer(target), config.num_prompts + config.num_calibration_prompts, config.max_prompt_tokens)
-    questions, calibration = _divide(asked, config)
+    num_calibration = config.num_calibration_prompts if config.tune or any(drafter.has_heads for drafter in drafters) else 0
+    asked = read_prompts(config.prompts, load_tokenizer(target), config.num_prompts + num_calibration, config.max_prompt_tokens)
+    questions, calibration = divide(asked, num_calibration)
     builder = Builder(config.methods, calibration, config.max_new_tokens, config.temperature, device)
 
+    tuning = tune(builder, builder.line_ups(target, drafters, draft_model), config.max_new_tokens, console) if config.tune else []
     lossless: dict[str, Lossless] = {}
     if config.temperature == 0:
         console.print("[bold]losslessness[/bold]: outputs against plain decoding in float32")
         exact = replace(target, dtype="float32")
         exact_draft_model = None if draft_model is None else replace(draft_model, dtype="float32")
-        for line_up in builder.line_ups(exact, drafters, exact_draft_model):
-            lossless |= check_lossless(line_up, spread(questions, config.num_lossless_prompts), config.max_new_tokens)
+        chosen = questions[: config.num_lossless_prompts]
+        lossless = check_all_lossless(builder.line_ups(exact, drafters, exact_draft_model), chosen, config.max_new_tokens)
 
     line_ups = builder.line_ups(target, drafters, draft_model)
-    tuning = [point for line_up in line_ups for point in tune(line_up, calibration, config.max_new_tokens, console)] if config.tune else []
     methods: list[MethodResult] = []
     plain_rates: dict[int, float] = {}
     for line_up in line_ups:
-        console.print(f"[bold]{line_up.name}[/bold]: {len(line_up.candidates)} methods, {len(questions)} prompts")
+        console.print(f"[bold]{line_up.name}[/bold]: {len(line_up.contenders)} methods, {len(questions)} prompts")
         results, rates = measure(line_up, questions, config, lossless)
         methods += results
         plain_rates = plain_rates or rates
@@ -156,7 +163,7 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
         forward_s=forward_seconds(first, sorted({1, *config.batch_sizes}), FORWARD_WIDTHS, context),
         methods=tuple(methods),
         weights_bytes=sum(parameter.numel() * parameter.element_size() for parameter in first.model.parameters()),
-        not_available=not_available(first),
+        not_available=builder.not_available | not_available(first),
         tuning=tuple(tuning),
     )
     config.out.mkdir(parents=True, exist_ok=True)
@@ -169,26 +176,35 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
     return comparison
 
 
-def _divide(asked: Sequence[DomainPrompts], config: CompareConfig) -> tuple[list[Question], list[tuple[int, ...]]]:
-    """The measured prompts, domains in turn, and those to calibrate with: none is both."""
+def divide(asked: Sequence[DomainPrompts], num_calibration: int) -> tuple[list[Question], list[tuple[int, ...]]]:
+    """The measured prompts, domains in turn, and those to calibrate with: none is both.
+
+    The prompts of a domain lie evenly over its set, and those that calibrate evenly among them.
+
+    Raises:
+        ValueError: if nothing is left to measure in a domain.
+    """
     measured: list[list[Question]] = []
     calibration: list[tuple[int, ...]] = []
     for domain in asked:
-        num_measured = len(domain.prompts) - config.num_calibration_prompts
-        if num_measured < 1:
+        if len(domain.prompts) <= num_calibration:
             raise ValueError(
-                f"domain {domain.domain} has {len(domain.prompts)} usable prompts, expected more than the {config.num_calibration_prompts} that "
-                "calibrate (--num-calibration-prompts): give more prompts, or raise --max-prompt-tokens"
+                f"domain {domain.domain} has {len(domain.prompts)} usable prompts, expected more than the {num_calibration} that calibrate "
+                "(--num-calibration-prompts): give more prompts, let fewer calibrate, or raise --max-prompt-tokens"
             )
-        measured.append([Question(domain.domain, prompt) for prompt in domain.prompts[:num_measured]])
-        calibration += domain.prompts[num_measured:]
+        chosen = {(2 * index + 1) * len(domain.prompts) // (2 * num_calibration) for index in range(num_calibration)}
+        calibration += [domain.prompts[index] for index in sorted(chosen)]
+        measured.append([Question(domain.domain, prompt) for index, prompt in enumerate(domain.prompts) if index not in chosen])
     longest = max(map(len, measured))
     return [questions[index] for index in range(longest) for questions in measured if index < len(questions)], calibration
 
 
-def spread(questions: Sequence[Question], count: int) -> list[Question]:
-    """So many of them; they come from all domains in turn."""
-    return list(questions[:count])
+def check_all_lossless(line_ups: Sequence[LineUp], questions: Sequence[Question], max_new_tokens: int) -> dict[str, Lossless]:
+    """`check_lossless` of every target."""
+    found: dict[str, Lossless] = {}
+    for line_up in line_ups:
+        found |= check_lossless(line_up, questions, max_new_tokens)
+    return found
 
 
 def check_lossless(line_up: LineUp, questions: Sequence[Question], max_new_tokens: int) -> dict[str, Lossless]:
@@ -197,9 +213,9 @@ def check_lossless(line_up: LineUp, questions: Sequence[Question], max_new_token
     Raises:
         ValueError: if one differs where the target's two best logits are no near tie.
     """
-    target, checked = line_up.target, [candidate for candidate in line_up.candidates if candidate.is_lossless]
+    target, checked = line_up.target, [contender for contender in line_up.contenders if contender.is_lossless]
     progress = Progress("checking", "outputs", num_calls(len(checked), len(questions)))
-    ways = {candidate.name: (candidate.method, candidate.verifier) for candidate in checked}
+    ways = {contender.name: (contender.method, contender.verifier) for contender in checked}
     prompts = [question.prompt for question in questions]
     timed, plain = time_methods(
         target, ways, line_up.verifier, [[prompt] for prompt in prompts], max_new_tokens, target.end_ids, lambda: progress.advance(1)
@@ -218,36 +234,43 @@ def check_lossless(line_up: LineUp, questions: Sequence[Question], max_new_token
     return found
 
 
-def tune(line_up: LineUp, prompts: Sequence[Sequence[int]], max_new_tokens: int, console: Console) -> list[TunedPoint]:
-    """Searches the parameters of each method that has some; the line-up goes on with the best. Returns everything that was tried."""
+def tune(builder: Builder, line_ups: Sequence[LineUp], max_new_tokens: int, console: Console) -> list[TunedPoint]:
+    """Searches the parameters of each method that has some; the builder goes on with the best. Returns everything that was tried."""
     points = []
-    for place, candidate in enumerate(line_up.candidates):
-        if candidate.with_settings is None:
-            continue
-        tried: dict[tuple[tuple[str, int], ...], TunedPoint] = {}
-
-        def speed_of(settings: Mapping[str, int], candidate: Candidate = candidate, tried: dict[Any, TunedPoint] = tried) -> float:
-            method = candidate.tuned(settings)
-            ways = {candidate.name: (method.method, method.verifier)}
-            timed, _ = time_methods(line_up.target, ways, line_up.verifier, [[prompt] for prompt in prompts], max_new_tokens, line_up.target.end_ids)
-            calls = timed[candidate.name]
-            point = TunedPoint(candidate.name, dict(settings), calls.speed().ratio, calls.acceptance().tau)
-            tried[tuple(sorted(settings.items()))] = point
-            console.print(f"  {point.method} {dict(settings)}: {point.speedup:.3f}x, tau {point.tau:.3f}", highlight=False)
-            return point.speedup
-
-        axes = LOOKAHEAD_AXES if candidate.kind == "lookahead" else TREE_AXES
-        best = coordinate_search(candidate.settings, axes, _is_sensible, speed_of)
-        line_up.candidates[place] = candidate.tuned(best)
-        points += [replace(point, is_best=point.settings == best) for point in tried.values()]
+    for line_up in line_ups:
+        for contender in line_up.contenders:
+            if contender.with_settings is not None:
+                start = {name: int(value) for name, value in contender.settings.items()}
+                found = _search(contender, start, line_up, builder.calibration_prompts, max_new_tokens, console)
+                builder.tuned[contender.name] = next(point.settings for point in found if point.is_best)
+                points += found
     return points
 
 
+def _search(
+    contender: Contender, start: Mapping[str, int], line_up: LineUp, prompts: Sequence[Sequence[int]], max_new_tokens: int, console: Console
+) -> list[TunedPoint]:
+    """Everything that was tried of one method, the best marked."""
+    tried: list[TunedPoint] = []
+
+    def speed_of(settings: Mapping[str, int]) -> float:
+        ways = {contender.name: (contender.tuned(settings).method, contender.verifier)}
+        timed, _ = time_methods(line_up.target, ways, line_up.verifier, [[prompt] for prompt in prompts], max_new_tokens, line_up.target.end_ids)
+        calls = timed[contender.name]
+        tried.append(TunedPoint(contender.name, dict(settings), calls.speed().ratio, calls.acceptance().tau))
+        console.print(f"  {contender.name} {dict(settings)}: {tried[-1].speedup:.3f}x, tau {tried[-1].tau:.3f}")
+        return tried[-1].speedup
+
+    axes = LOOKAHEAD_AXES if contender.kind == "lookahead" else TREE_AXES
+    best = coordinate_search(start, axes, _is_sensible, speed_of)
+    return [replace(point, is_best=point.settings == best) for point in tried]
+
+
 def _is_sensible(settings: Mapping[str, int]) -> bool:
-    """A tree of more nodes than its rounds can make is a smaller one."""
+    """A dynamic tree of more tokens than its rounds can make is a smaller one."""
     if "total_tokens" not in settings:
         return True
-    return settings["total_tokens"] - 1 <= settings["top_k"] + (settings["depth"] - 1) * settings["top_k"] ** 2
+    return settings["total_tokens"] - 1 <= settings["top_k"] + settings["depth"] * settings["top_k"] ** 2
 
 
 def measure(
@@ -259,47 +282,52 @@ def measure(
     rates = {1: sum(call.num_tokens for call in plain) / sum(call.total_s for call in plain)}
     batched: dict[int, dict[str, Timed]] = {}
     for size in sorted(set(config.batch_sizes) - {1}):
-        # The prompts come again from the start where there are too few.
-        batches = [[prompts[(start + index) % len(prompts)] for index in range(size)] for start in range(0, config.num_batches * size, size)]
-        batched[size], plain_batches = _time(line_up, f"batch {size}", batches, config)
+        # The prompts come again from the start where they do not fill the last batch.
+        num_batches = config.num_batches or math.ceil(len(prompts) / size)
+        batches = [[prompts[(start + index) % len(prompts)] for index in range(size)] for start in range(0, num_batches * size, size)]
+        try:
+            batched[size], plain_batches = _time(line_up, f"batch {size}", batches, config)
+        except torch.OutOfMemoryError:
+            print(f"WARNING: batches of {size} do not fit into the memory: they are left out", file=sys.stderr, flush=True)
+            continue
         rates[size] = sum(call.num_tokens for call in plain_batches) / sum(call.total_s for call in plain_batches)
-    lengths = _time_lengths(line_up, [question.prompt for question in spread(questions, config.num_length_prompts)], config)
+    lengths = _time_lengths(line_up, prompts[: config.num_length_prompts], config)
     bytes_per_token = cache_bytes_per_token(line_up.target)
     domains = list(dict.fromkeys(question.domain for question in questions))
     calls_of = {domain: [index for index, question in enumerate(questions) if question.domain == domain] for domain in domains}
     results = []
-    for candidate in line_up.candidates:
-        timed = alone[candidate.name]
+    for contender in line_up.contenders:
+        timed = alone[contender.name]
         nodes = [count for decoded in timed.decoded for answer in decoded.answers for count in answer.num_nodes]
         results.append(
             MethodResult(
-                name=candidate.name,
-                kind=candidate.kind,
-                algorithm=candidate.algorithm,
-                drafter=candidate.drafter,
-                settings=candidate.settings,
-                is_lossless=candidate.is_lossless,
+                name=contender.name,
+                kind=contender.kind,
+                algorithm=contender.algorithm,
+                drafter=contender.drafter,
+                settings=contender.settings,
+                is_lossless=contender.is_lossless,
                 nodes_per_verification=sum(nodes) / max(1, len(nodes)),
                 acceptance=timed.acceptance(),
                 acceptance_by_domain={domain: timed.acceptance(calls) for domain, calls in calls_of.items()},
                 speed_by_domain={domain: timed.speed(calls) for domain, calls in calls_of.items()},
-                speed_by_batch={1: timed.speed()} | {size: of_size[candidate.name].speed() for size, of_size in batched.items()},
-                speed_by_draft_length=lengths.get(candidate.name, {}),
+                speed_by_batch={1: timed.speed()} | {size: of_size[contender.name].speed() for size, of_size in batched.items()},
+                speed_by_draft_length=lengths.get(contender.name, {}),
                 memory=Memory(
-                    weights_bytes=candidate.method.weights_bytes,
+                    weights_bytes=contender.method.weights_bytes,
                     cache_bytes=timed.cache_bytes,
                     pool_bytes=timed.pool_bytes,
-                    tree_bytes=candidate.method.most_nodes * bytes_per_token,
+                    tree_bytes=contender.method.most_nodes * bytes_per_token,
                 ),
-                lossless=lossless.get(candidate.name),
-                tau_predicted=_predicted_tau(candidate, line_up, questions, plain) if config.temperature == 0 else None,
+                lossless=lossless.get(contender.name),
+                tau_predicted=_predicted_tau(contender, line_up, questions, plain) if config.temperature == 0 else None,
             )
         )
     return results, rates
 
 
 def _time(line_up: LineUp, label: str, batches: Sequence[Sequence[Sequence[int]]], config: CompareConfig) -> tuple[dict[str, Timed], list[Decoded]]:
-    ways = {candidate.name: (candidate.method, candidate.verifier) for candidate in line_up.candidates}
+    ways = {contender.name: (contender.method, contender.verifier) for contender in line_up.contenders}
     progress = Progress(label, "answers", num_calls(len(ways), len(batches)))
     timed = time_methods(line_up.target, ways, line_up.verifier, batches, config.max_new_tokens, line_up.target.end_ids, lambda: progress.advance(1))
     progress.close()
@@ -309,11 +337,11 @@ def _time(line_up: LineUp, label: str, batches: Sequence[Sequence[Sequence[int]]
 def _time_lengths(line_up: LineUp, prompts: Sequence[Sequence[int]], config: CompareConfig) -> dict[str, dict[int, Speed]]:
     """Chains at every draft length up to their own, each length beside the others."""
     ways, place = {}, {}
-    for candidate in line_up.candidates:
-        if candidate.at_length is not None:
-            for length in range(1, candidate.settings["draft_length"] + 1):
-                place[f"{candidate.name}, {length}"] = (candidate.name, length)
-                ways[f"{candidate.name}, {length}"] = (candidate.at_length(length), candidate.verifier)
+    for contender in line_up.contenders:
+        if contender.at_length is not None:
+            for length in range(1, int(contender.settings["draft_length"]) + 1):
+                place[f"{contender.name}, {length}"] = (contender.name, length)
+                ways[f"{contender.name}, {length}"] = (contender.at_length(length), contender.verifier)
     progress = Progress("draft lengths", "answers", num_calls(len(ways), len(prompts)))
     end_ids = line_up.target.end_ids
     timed, _ = time_methods(
@@ -326,17 +354,17 @@ def _time_lengths(line_up: LineUp, prompts: Sequence[Sequence[int]], config: Com
     return speeds
 
 
-def _predicted_tau(candidate: Candidate, line_up: LineUp, questions: Sequence[Question], plain: Sequence[Decoded]) -> float | None:
+def _predicted_tau(contender: Contender, line_up: LineUp, questions: Sequence[Question], plain: Sequence[Decoded]) -> float | None:
     """tau by the teacher-forced acceptance of the drafter on plain decoding's answers: what training reports."""
-    if candidate.head is None:
+    if contender.head is None:
         return None
-    length = candidate.settings["draft_length"]
+    length = int(contender.settings["draft_length"])
     answered = [(question.prompt, call.answers[0].token_ids) for question, call in zip(questions, plain, strict=True)]
     trajectories = [with_extra_tokens(line_up.target, prompt, answer, length) for prompt, answer in answered if len(answer) > 1]
     if not trajectories:
         return None
-    packs = trajectory_features(line_up.target, trajectories, candidate.head.feature_request(), PACK_TOKENS)
-    found: Acceptance = chain_acceptance(candidate.head, packs, length)
+    packs = trajectory_features(line_up.target, trajectories, contender.head.feature_request(), PACK_TOKENS)
+    found: Acceptance = chain_acceptance(contender.head, packs, length)
     return found.tau
 
 
@@ -344,7 +372,7 @@ def _about(config: CompareConfig, drafters: Sequence[DrafterFiles], target: Targ
     """What a reader must know of how the numbers came about."""
     cpu = platform.processor() or platform.machine()
     return {
-        "command": " ".join(["python -m eval.compare", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "eval.compare", *sys.argv[1:]]),
         "hardware": f"{os.cpu_count()} cores, {cpu}" if device.type == "cpu" else torch.cuda.get_device_name(device),
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -364,7 +392,7 @@ def main(args: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; a comparison that was not finished is not written", file=sys.stderr)
         return 130
 
 

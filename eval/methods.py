@@ -1,6 +1,6 @@
 """The line-up of a comparison: every decoding method that a target, its drafters and a draft model allow.
 
-Place in the flow: runs and settings -> `line_ups` -> `Candidate`s -> eval/compare.py times them. Medusa-2's heads fit only the target that was
+Place in the flow: runs and settings -> `line_ups` -> `Contender`s -> eval/compare.py times them. Medusa-2's heads fit only the target that was
 trained with them, so such a run brings a target of its own, and its speed-up is against that target's own plain decoding.
 """
 
@@ -65,9 +65,12 @@ class MethodConfig:
     ngram_max: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("draft_length", "tree_depth", "tree_top_k", "medusa_tree_tokens", "lookahead_w", "lookahead_g", "ngram_min"):
+        for name in ("draft_length", "tree_depth", "tree_top_k", "lookahead_w", "lookahead_g", "ngram_min"):
             if getattr(self, name) < 1:
                 raise ValueError(f"methods.{name} is {getattr(self, name)}, expected at least 1")
+        for name, also in (("medusa_tree_tokens", ()), ("tree_total_tokens", (0,))):
+            if getattr(self, name) < 2 and getattr(self, name) not in also:
+                raise ValueError(f"methods.{name} is {getattr(self, name)}, expected at least 2: the newest token and a draft")
         if self.lookahead_n < 2:
             raise ValueError(f"methods.lookahead_n is {self.lookahead_n}, expected at least 2: an n-gram is a token and what followed it")
         if self.ngram_max < self.ngram_min:
@@ -75,7 +78,7 @@ class MethodConfig:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Contender:
     """One method, ready to decode.
 
     Attributes:
@@ -92,7 +95,7 @@ class Candidate:
     kind: Kind
     algorithm: str | None
     drafter: str | None
-    settings: Mapping[str, int]
+    settings: Mapping[str, float]
     method: Method
     verifier: Verifier
     is_lossless: bool = True
@@ -100,7 +103,7 @@ class Candidate:
     with_settings: Callable[[Mapping[str, int]], Method] | None = None
     head: Drafter | None = None
 
-    def tuned(self, settings: Mapping[str, int]) -> Candidate:
+    def tuned(self, settings: Mapping[str, int]) -> Contender:
         """The same at other parameters."""
         assert self.with_settings is not None
         return replace(self, settings=dict(settings), method=self.with_settings(settings))
@@ -113,13 +116,13 @@ class LineUp:
     Attributes:
         target: loaded.
         name: path or Hub id.
-        candidates: without plain decoding.
+        contenders: without plain decoding.
         verifier: of plain decoding.
     """
 
     target: Target
     name: str
-    candidates: list[Candidate]
+    contenders: list[Contender]
     verifier: Verifier = field(default_factory=Greedy)
 
 
@@ -140,6 +143,11 @@ class DrafterFiles:
     export: Path
     algorithm: str
     backbone: Path | None
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether it is Medusa, whose tree must be calibrated."""
+        return self.algorithm in ("medusa1", "medusa2")
 
 
 def find_drafters(names: Sequence[str]) -> list[DrafterFiles]:
@@ -183,6 +191,16 @@ def check_drafter(drafter: DrafterFiles, target: TargetConfig) -> None:
         )
 
 
+def check_backbone(drafter: DrafterFiles, backbone: Target, target: Target) -> None:
+    """Raises ValueError where a target that was trained with its heads is no variant of the compared one: the prompts would mean something else."""
+    for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size"):
+        found, expected = (model.config.to_dict()[name] for model in (backbone, target))
+        if found != expected:
+            raise ValueError(f"{drafter.backbone} has {name} {found} and the target {expected}: {drafter.name} was trained for another target")
+    if backbone.tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        raise ValueError(f"{drafter.backbone} has another tokenizer than the target: {drafter.name} was trained for another target")
+
+
 @dataclass
 class Builder:
     """Makes the line-ups, once for each dtype; Medusa's trees are calibrated once.
@@ -193,6 +211,9 @@ class Builder:
         max_new_tokens: of a calibration answer.
         temperature: 0 is greedy.
         device: of the targets.
+        medusa_trees: by drafter.
+        tuned: settings that a search found, by method; they take the place of `settings`.
+        not_available: methods that could not be set up, with the reason.
     """
 
     settings: MethodConfig
@@ -201,6 +222,8 @@ class Builder:
     temperature: float
     device: torch.device
     medusa_trees: dict[str, TreeShape] = field(default_factory=dict)
+    tuned: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    not_available: dict[str, str] = field(default_factory=dict)
 
     def verifier(self) -> Verifier:
         return Greedy() if self.temperature == 0 else Sampled(Sampling(self.temperature), RandomChance(seed=0))
@@ -218,42 +241,51 @@ class Builder:
             if drafter.backbone is not None:
                 config = replace(target, model=str(drafter.backbone), revision=None)
                 line_up = LineUp(Target.load(config, self.device), config.model, [], self.verifier())
+                check_backbone(drafter, line_up.target, first.target)
                 others.append(line_up)
             check_drafter(drafter, config)
-            line_up.candidates += self._trained(drafter, exported_drafter(drafter.export, config, self.device), line_up.target)
-        first.candidates += self._untrained(draft_model, first.target)
+            line_up.contenders += self._trained(drafter, exported_drafter(drafter.export, config, self.device), line_up.target)
+        first.contenders += self._untrained(draft_model, first.target)
+        for line_up in (first, *others):
+            line_up.contenders = [
+                contender.tuned(self.tuned[contender.name]) if contender.name in self.tuned else contender for contender in line_up.contenders
+            ]
         return [first, *others]
 
-    def _trained(self, files: DrafterFiles, drafter: Drafter, target: Target) -> list[Candidate]:
+    def _trained(self, files: DrafterFiles, drafter: Drafter, target: Target) -> list[Contender]:
         longest = drafter.config.longest_chain()
         length = self.settings.draft_length if longest is None else min(longest, self.settings.draft_length)
 
-        def candidate(kind: Kind, settings: Mapping[str, int], method: Method, suffix: str, verifier: Verifier | None = None) -> Candidate:
+        def contender(kind: Kind, settings: Mapping[str, float], method: Method, suffix: str, verifier: Verifier | None = None) -> Contender:
             chosen = verifier or self.verifier()
-            return Candidate(f"{files.label} {suffix}", kind, files.algorithm, files.name, settings, method, chosen, is_lossless=chosen.is_lossless)
+            return Contender(f"{files.label} {suffix}", kind, files.algorithm, files.name, settings, method, chosen, is_lossless=chosen.is_lossless)
 
-        chain = candidate("chain", {"draft_length": length}, Chain(drafter, length), "chain")
-        candidates = [replace(chain, at_length=lambda draft_length: Chain(drafter, draft_length), head=drafter)]
+        chain = contender("chain", {"draft_length": length}, Chain(drafter, length), "chain")
+        contenders = [replace(chain, at_length=lambda draft_length: Chain(drafter, draft_length), head=drafter)]
         if longest is not None:
-            tree = MedusaTree(drafter, self._medusa_tree(files, drafter, target))
-            settings = {"total_tokens": 1 + tree.most_nodes}
-            typical = Typical(TYPICAL_TEMPERATURE if self.temperature == 0 else self.temperature, RandomChance(seed=0))
+            shape = self._medusa_tree(files, drafter, target)
+            if shape is None:
+                return contenders
+            tree, settings = MedusaTree(drafter, shape), {"total_tokens": 1 + shape.num_nodes}
+            temperature = self.temperature or TYPICAL_TEMPERATURE
+            typical = Typical(temperature, RandomChance(seed=0))
             return [
-                *candidates,
-                candidate("medusa tree", settings, tree, "tree"),
-                candidate("medusa tree", settings, tree, "tree, typical acceptance", typical),
+                *contenders,
+                contender("medusa tree", settings, tree, "tree"),
+                contender("medusa tree", {**settings, "temperature": temperature}, tree, "tree, typical acceptance", typical),
             ]
         static = StaticTree(drafter)
         total_tokens = self.settings.tree_total_tokens or 1 + static.most_nodes
         dynamic_settings = {"total_tokens": total_tokens, "depth": self.settings.tree_depth, "top_k": self.settings.tree_top_k}
-        dynamic = candidate("dynamic tree", dynamic_settings, DynamicTree(drafter, **dynamic_settings), "dynamic tree")
+        dynamic_tree = DynamicTree(drafter, **dynamic_settings)
+        dynamic = contender("dynamic tree", {**dynamic_settings, "total_tokens": 1 + dynamic_tree.most_nodes}, dynamic_tree, "dynamic tree")
         return [
-            *candidates,
-            candidate("static tree", {"total_tokens": 1 + static.most_nodes}, static, "static tree"),
+            *contenders,
+            contender("static tree", {"total_tokens": 1 + static.most_nodes}, static, "static tree"),
             replace(dynamic, with_settings=lambda settings: DynamicTree(drafter, **settings)),
         ]
 
-    def _untrained(self, draft_model: TargetConfig | None, target: Target) -> list[Candidate]:
+    def _untrained(self, draft_model: TargetConfig | None, target: Target) -> list[Contender]:
         chosen = self.settings
         lookahead = {"W": chosen.lookahead_w, "N": chosen.lookahead_n, "G": chosen.lookahead_g}
         ngram = {"draft_length": chosen.draft_length, "min_n": chosen.ngram_min, "max_n": chosen.ngram_max}
@@ -261,10 +293,10 @@ class Builder:
         def ngram_of(draft_length: int) -> Method:
             return NGram(draft_length, chosen.ngram_min, chosen.ngram_max)
 
-        candidates = [
-            Candidate("n-gram", "n-gram", None, None, ngram, ngram_of(chosen.draft_length), self.verifier(), at_length=ngram_of),
+        contenders = [
+            Contender("n-gram", "n-gram", None, None, ngram, ngram_of(chosen.draft_length), self.verifier(), at_length=ngram_of),
             *(
-                Candidate(
+                Contender(
                     f"Lookahead{', prompt pool' * has_pool}",
                     "lookahead",
                     None,
@@ -284,17 +316,21 @@ class Builder:
                 return DraftModel(target, model, draft_length)
 
             settings = {"draft_length": chosen.draft_length}
-            candidates.append(
-                Candidate(
+            contenders.append(
+                Contender(
                     "draft model", "draft model", None, draft_model.model, settings, drafted(chosen.draft_length), self.verifier(), at_length=drafted
                 )
             )
-        return candidates
+        return contenders
 
-    def _medusa_tree(self, files: DrafterFiles, drafter: Drafter, target: Target) -> TreeShape:
-        """Calibrated once for each drafter, on the target's greedy answers to the calibration prompts."""
+    def _medusa_tree(self, files: DrafterFiles, drafter: Drafter, target: Target) -> TreeShape | None:
+        """Calibrated once for each drafter, on the target's greedy answers to the calibration prompts; None where they are too short."""
         if files.name not in self.medusa_trees:
-            accuracies_Kk = self._head_accuracies(drafter, target)
+            try:
+                accuracies_Kk = self._head_accuracies(drafter, target)
+            except ValueError as error:
+                self.not_available[f"{files.label} tree"] = str(error)
+                return None
             self.medusa_trees[files.name] = calibrate_medusa_tree(accuracies_Kk, self.settings.medusa_tree_tokens - 1)
         return self.medusa_trees[files.name]
 

@@ -25,11 +25,11 @@ from eval.measurement import Speed
 
 @dataclass
 class Timed:
-    """The timed calls of one method, and the mean of the plain calls around each of them.
+    """The timed calls of one method, and plain decoding around each of them.
 
     Attributes:
         decoded: one for each batch of prompts.
-        plain_rates: tokens/s of plain decoding of the same batch.
+        plain_rates: tokens/s of the two plain calls around it, of the same batch.
         cache_bytes, pool_bytes: of the method, at their largest.
     """
 
@@ -105,7 +105,7 @@ def time_methods(
             on_call()
         last = decode(target, plain, batch, plain_verifier, max_new_tokens, end_ids)
         on_call()
-        rate = statistics.mean(result.num_tokens / result.total_s for result in (first, last))
+        rate = (first.num_tokens + last.num_tokens) / (first.total_s + last.total_s)
         for name in names:
             timed[name].plain_rates.append(rate)
         plain_calls.append(first)

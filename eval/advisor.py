@@ -1,7 +1,8 @@
 """Which method to deploy, with how many speculative tokens, and why; or that the measurement does not say.
 
 Place in the flow: a `Comparison` of eval/measurement.py -> `advise` -> compare.json and eval/compare_report.py. Pure functions of what was measured:
-only methods that leave the target's outputs as they are get recommended, and plain decoding is one of the choices.
+only methods that leave the target's outputs as they are get recommended, and plain decoding is one of the choices. A method with a target of its own
+(Medusa-2) is one only where nothing else is faster than plain decoding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cached_property
 from eval.acceptance import Acceptance
 from eval.deploy import deploy_commands
 from eval.draft_length import DraftLengthChoice, best_draft_length, has_draft_length, share_of_best_measured, timed_length
-from eval.measurement import Comparison, Kind, MethodResult, Speed
+from eval.measurement import Comparison, Kind, MethodResult, Speed, size_text
 
 # A bootstrap over fewer prompts than this resamples the same few again and again, and its interval comes out too narrow to be believed.
 MIN_PROMPTS = 8
@@ -88,7 +89,7 @@ class Candidate:
     @cached_property
     def choice(self) -> DraftLengthChoice | None:
         """Of the draft length, where there is one to choose."""
-        if not has_draft_length(self.method):
+        if not has_draft_length(self.method) or not self.acceptance.num_verifications:
             return None
         return best_draft_length(self.method, self.comparison, self.batch, None if self.is_all_prompts else self.acceptance)
 
@@ -103,14 +104,30 @@ class Candidate:
 
     @cached_property
     def ratio(self) -> float:
-        """Measured speed over plain decoding: as the method was set, times what `num_drafts` gained over that where both were timed.
+        """Speed over plain decoding with `num_drafts`: as the method was set, times what that number gained over it where both were timed.
 
-        Lengths may be timed on fewer prompts than the methods are, so that their own ratios do not compare with other methods'.
+        Lengths may be timed on fewer prompts than the methods are, so that their own ratios do not compare with other methods'. Where the number was
+        not timed (`is_predicted`), its gain is the cost model's.
         """
-        set_to = timed_length(self.method)
-        if self.choice is None or not {set_to, self.num_drafts} <= self.choice.measured.keys():
+        if self.choice is None or self.num_drafts == self.set_to:
             return self.timed_ratio
-        return self.timed_ratio * self.choice.measured[self.num_drafts] / self.choice.measured[set_to]
+        rates = self.choice.predicted if self.is_predicted else self.choice.measured
+        return self.timed_ratio * rates[self.num_drafts] / rates[self.set_to]
+
+    @property
+    def measured_ratio(self) -> float:
+        """`ratio`, or as the method was set where that is a prediction."""
+        return self.timed_ratio if self.is_predicted else self.ratio
+
+    @property
+    def set_to(self) -> int:
+        """The number of drafts that `timed_ratio` was timed with."""
+        return min(timed_length(self.method), self.acceptance.draft_length)
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether `num_drafts` was not timed in this setting, so that `ratio` rests on the cost model."""
+        return self.choice is not None and self.num_drafts != self.set_to and not {self.set_to, self.num_drafts} <= self.choice.measured.keys()
 
     @cached_property
     def interval(self) -> tuple[float, float]:
@@ -127,21 +144,30 @@ class Candidate:
         """Those with something to draft."""
         return sum(prompt.num_verifications > 0 for prompt in self.acceptance.prompts)
 
-    @property
+    @cached_property
     def is_useless(self) -> bool:
-        """Whether what it accepts cannot be told from nothing, or is not worth a verification."""
-        return self.interval[0] <= 1.0 or self.acceptance.tau - 1 < MIN_GAIN
+        return is_useless(self.acceptance)
 
     @property
-    def num_changed_outputs(self) -> int:
-        """Outputs that differ from plain decoding's without a near tie: a defect, whatever the method promises."""
-        found = self.method.lossless
-        return 0 if found is None else found.num_outputs - found.num_identical - found.num_near_ties
+    def is_fast(self) -> bool:
+        """Whether it is clearly faster than plain decoding, and for its drafts."""
+        return not self.is_useless and self.ratio > 1 + SPEED_NOISE
+
+    @property
+    def ratio_text(self) -> str:
+        return f"{self.ratio:.2f}x{', predicted' * self.is_predicted}"
 
     @property
     def tau_text(self) -> str:
+        if not self.acceptance.num_verifications:
+            return "nothing to draft"
         text = f"tau {self.acceptance.tau:.2f}, interval {self.interval[0]:.2f} to {self.interval[1]:.2f}"
         return text if self.num_drafts == self.acceptance.draft_length else f"{text} with {self.acceptance.draft_length} drafts"
+
+
+def is_useless(acceptance: Acceptance) -> bool:
+    """Whether what is accepted cannot be told from nothing, or is not worth a verification."""
+    return not acceptance.num_verifications or acceptance.tau_interval()[0] <= 1.0 or acceptance.tau - 1 < MIN_GAIN
 
 
 @dataclass(frozen=True)
@@ -161,17 +187,34 @@ class Scenario:
     lacking: str
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What the measurement says, before it is put into words.
+
+    Attributes:
+        chosen: the method to deploy, or None.
+        fast: those that are clearly faster than plain decoding and compete with it; the fastest first.
+        kept: the methods that keep the target's outputs, whether fast or not.
+        refusal: why the samples do not carry advice; "" where they do.
+    """
+
+    chosen: Candidate | None
+    fast: tuple[Candidate, ...]
+    kept: tuple[Candidate, ...]
+    refusal: str
+
+
 def advise(comparison: Comparison) -> tuple[Advice, ...]:
     """One piece of advice for each scenario."""
     return tuple(_decide(scenario, comparison) for scenario in _scenarios(comparison))
 
 
 def _scenarios(comparison: Comparison) -> list[Scenario]:
-    single = [_at_batch(method, comparison, 1) for method in comparison.methods]
+    single = candidates_at_batch(comparison, 1)
     batch = max((batch for method in comparison.methods for batch in method.speed_by_batch), default=1)
-    batched = [_at_batch(method, comparison, batch) for method in comparison.methods if batch in method.speed_by_batch] if batch > 1 else []
+    batched = candidates_at_batch(comparison, batch) if batch > 1 else []
     bound_bytes = LIGHT_MEMORY_SHARE * comparison.weights_bytes
-    bound = f"at most {LIGHT_MEMORY_SHARE:.0%} of the target's weights ({_size(bound_bytes)})"
+    bound = f"at most {LIGHT_MEMORY_SHARE:.0%} of the target's weights ({size_text(bound_bytes)})"
     light = [one for one in single if one.method.memory.total_bytes <= bound_bytes]
     domains = [domain for domain in REPETITIVE_DOMAINS if domain in comparison.domains]
     repetitive = [candidate for method in comparison.methods if (candidate := _in_domains(method, comparison, domains)) is not None]
@@ -186,8 +229,10 @@ def _scenarios(comparison: Comparison) -> list[Scenario]:
     ]
 
 
-def _at_batch(method: MethodResult, comparison: Comparison, batch: int) -> Candidate:
-    return Candidate(method, comparison, batch, method.acceptance, method.speed_by_batch[batch].ratio)
+def candidates_at_batch(comparison: Comparison, batch: int) -> list[Candidate]:
+    """Every method that was timed with so many sequences, on all prompts."""
+    timed = [(method, method.speed_by_batch[batch]) for method in comparison.methods if batch in method.speed_by_batch]
+    return [Candidate(method, comparison, batch, method.acceptance, speed.ratio) for method, speed in timed]
 
 
 def _in_domains(method: MethodResult, comparison: Comparison, domains: Sequence[str]) -> Candidate | None:
@@ -210,23 +255,35 @@ def _in_domains(method: MethodResult, comparison: Comparison, domains: Sequence[
 # --- the decision -----------------------------------------------------------------------------------------------------
 
 
+def decide(candidates: Sequence[Candidate]) -> Decision:
+    """Which of them to deploy, if any: the leanest of the fastest that keep the target's outputs, on enough samples."""
+    kept = tuple(one for one in candidates if one.method.keeps_output)
+    own = [one for one in candidates if one.method.has_own_target and one.method.is_lossless and not one.method.num_changed_outputs]
+    fast = [one for one in kept if one.is_fast]
+    if not fast and kept and (refusal := _too_few_prompts(kept)):
+        return Decision(None, (), kept, refusal)
+    fast = sorted(fast or (one for one in own if one.is_fast), key=lambda one: -one.ratio)
+    if not fast:
+        return Decision(None, (), kept, _too_few_prompts(kept or candidates))
+    refusal = _too_few_prompts(fast[:1]) or _too_wide(fast[0])
+    if refusal:
+        # On few samples, a target of its own is not recommended; what is known of the others stands.
+        is_about_kept = not kept or fast[0].method.keeps_output
+        return Decision(None, tuple(fast), kept, refusal if is_about_kept else "")
+    equals = [one for one in fast if one.ratio >= fast[0].ratio * (1 - SPEED_NOISE) and not _too_few_prompts([one]) and not _too_wide(one)]
+    chosen = min(equals, key=lambda one: (one.method.memory.total_bytes, SIMPLEST_FIRST.index(one.method.kind), -one.ratio))
+    return Decision(chosen, tuple(fast), kept, "")
+
+
 def _decide(scenario: Scenario, comparison: Comparison) -> Advice:
     if not scenario.candidates:
         return _none(scenario, scenario.lacking)
-    refusal = _too_few_prompts(scenario.candidates)
-    if refusal:
-        return _none(scenario, refusal)
-    lossless = [one for one in scenario.candidates if one.method.is_lossless and not one.num_changed_outputs]
-    useful = [one for one in lossless if not one.is_useless]
-    fast = [one for one in useful if one.ratio > 1 + SPEED_NOISE]
-    if not fast:
-        return _none(scenario, _do_not_speculate(scenario, useful) + _not_recommended(scenario.candidates))
-    fastest = max(fast, key=lambda one: one.ratio)
-    if fastest.half_width > MAX_HALF_WIDTH:
-        return _none(scenario, _too_wide(fastest))
-    equals = [one for one in fast if one.ratio >= fastest.ratio * (1 - SPEED_NOISE) and one.half_width <= MAX_HALF_WIDTH]
-    chosen = min(equals, key=lambda one: (one.method.memory.total_bytes, SIMPLEST_FIRST.index(one.method.kind), -one.ratio))
-    return _recommend(scenario, comparison, chosen, fastest, fast)
+    decision = decide(scenario.candidates)
+    if decision.refusal:
+        return _none(scenario, decision.refusal)
+    if decision.chosen is None:
+        return _none(scenario, _do_not_speculate(scenario, decision.kept) + _not_recommended(scenario.candidates))
+    return _recommend(scenario, comparison, decision.chosen, decision.fast)
 
 
 def _none(scenario: Scenario, reason: str) -> Advice:
@@ -248,7 +305,9 @@ def _too_few_prompts(candidates: Sequence[Candidate]) -> str:
 
 
 def _too_wide(candidate: Candidate) -> str:
-    """A refusal. An interval narrows with the square root of the number of prompts."""
+    """A refusal, or "" where the interval is narrow enough. It narrows with the square root of the number of prompts."""
+    if candidate.half_width <= MAX_HALF_WIDTH:
+        return ""
     low, high = candidate.interval
     needed = math.ceil(candidate.num_prompts * (candidate.half_width / MAX_HALF_WIDTH) ** 2)
     return (
@@ -257,51 +316,76 @@ def _too_wide(candidate: Candidate) -> str:
     )
 
 
-def _do_not_speculate(scenario: Scenario, useful: Sequence[Candidate]) -> str:
+def _do_not_speculate(scenario: Scenario, kept: Sequence[Candidate]) -> str:
+    useful = [one for one in kept if not one.is_useless]
     if not useful:
         return "Do not speculate: no lossless method has drafts accepted often enough to matter."
     best = max(useful, key=lambda one: one.ratio)
     verdict = "is slower than plain decoding" if best.ratio <= 1 else f"lies within {SPEED_NOISE:.0%} of plain decoding, which is simpler"
-    return f"Do not speculate: the best, {best.method.name}, {verdict}: {best.ratio:.2f}x {scenario.where} ({best.tau_text})."
+    numbers = f"{best.ratio:.2f}x {scenario.where} ({best.tau_text}){_about_prediction(best)}"
+    return f"Do not speculate: the best, {best.method.name}, {verdict}: {numbers}."
 
 
-def _not_recommended(candidates: Sequence[Candidate]) -> str:
-    """Sentences about the methods that must not be taken, however fast they look."""
+def _not_recommended(candidates: Sequence[Candidate], is_own_target_known: bool = False) -> str:
+    """Sentences about the methods that must not be taken, however fast they look; or only as what they are, if that is not known yet."""
     sentences = ""
     for one in candidates:
         if one.is_useless:
             sentences += f" Do not use {one.method.name}: its drafts are hardly ever accepted ({one.tau_text})."
         elif not one.method.is_lossless:
-            sentences += f" {one.method.name} ({one.ratio:.2f}x) is lossy: its outputs are not the target's."
-        elif one.num_changed_outputs:
-            sentences += f" Do not use {one.method.name}: it changed {one.num_changed_outputs} outputs without a near tie, which is a defect."
+            sentences += f" {one.method.name} ({one.ratio_text}) is lossy: its outputs are not the target's."
+        elif one.method.num_changed_outputs:
+            sentences += f" Do not use {one.method.name}: it changed {one.method.num_changed_outputs} outputs without a near tie, which is a defect."
+        elif one.method.has_own_target and not is_own_target_known:
+            sentences += f" {one.method.name} ({one.ratio_text}) serves a target of its own, trained with it: its outputs are not this target's."
     return sentences
 
 
-def _recommend(scenario: Scenario, comparison: Comparison, chosen: Candidate, fastest: Candidate, fast: Sequence[Candidate]) -> Advice:
-    method = chosen.method
-    reason = f"{method.name}: {chosen.ratio:.2f}x {scenario.where} ({chosen.tau_text}){_about_length(chosen)}."
+def _recommend(scenario: Scenario, comparison: Comparison, chosen: Candidate, fast: Sequence[Candidate]) -> Advice:
+    """Of `fast`, the fastest first, the chosen one."""
+    method, fastest = chosen.method, fast[0]
+    reason = f"{method.name}: {chosen.ratio:.2f}x {scenario.where} ({chosen.tau_text}){_about_prediction(chosen)}{_about_length(chosen)}."
+    if method.has_own_target:
+        reason += (
+            " No method that keeps the target's outputs is faster than plain decoding. This one serves a target of its own, trained with it: "
+            f"it is lossless against that one, whose answers can differ from those of {comparison.target}."
+        )
     if chosen is not fastest:
         more = fastest.method.memory.total_bytes - method.memory.total_bytes
-        cheaper = f"which holds {_size(more)} more" if more else "which is more complex"
-        reason += f" {fastest.method.name}, {cheaper}, is as fast within {SPEED_NOISE:.0%} ({fastest.ratio:.2f}x)."
-    deployment = deploy_commands(method, chosen.num_drafts, comparison.target)
+        cheaper = f"which holds {size_text(more)} more" if more else "which is more complex"
+        reason += f" {fastest.method.name}, {cheaper}, is as fast within {SPEED_NOISE:.0%} ({fastest.ratio_text})."
+    deployment = deploy_commands(method, chosen.num_drafts, comparison.target, comparison.revision)
     reason += "".join(f" {text}." for text in (deployment.vllm_reason, deployment.sglang_reason) if text)
     if not deployment.vllm and not deployment.sglang:
         reason += _nearest_served(chosen, fast, comparison)
-    reason += _not_recommended(scenario.candidates)
+    reason += _not_recommended(scenario.candidates, is_own_target_known=method.has_own_target)
     return Advice(scenario.name, method.name, chosen.num_drafts, reason, deployment.vllm, deployment.sglang)
 
 
 def _nearest_served(chosen: Candidate, fast: Sequence[Candidate], comparison: Comparison) -> str:
-    for one in sorted(fast, key=lambda one: -one.ratio):
+    for one in fast:
         found = deploy_commands(one.method, one.num_drafts, comparison.target)
         if one is not chosen and (found.vllm or found.sglang):
-            return f" Of what an engine serves, {one.method.name} is the fastest ({one.ratio:.2f}x)."
+            return f" Of what an engine serves, {one.method.name} is the fastest ({one.ratio_text})."
     return " Nothing that an engine serves is faster than plain decoding."
 
 
 # --- the number of speculative tokens ---------------------------------------------------------------------------------
+
+
+def _about_prediction(candidate: Candidate) -> str:
+    """That a speed was not measured, what it was made from, and what would measure it."""
+    if not candidate.is_predicted:
+        return ""
+    return (
+        f" with {drafts_text(candidate.num_drafts)}, predicted, not measured: {drafts_text(candidate.set_to)} measured {candidate.timed_ratio:.2f}x "
+        f"there; --methods.draft-length {candidate.num_drafts} measures it"
+    )
+
+
+def drafts_text(count: int) -> str:
+    """For people: 1 speculative token, 3 speculative tokens."""
+    return "1 speculative token" if count == 1 else f"{count} speculative tokens"
 
 
 def _about_length(chosen: Candidate) -> str:
@@ -310,17 +394,13 @@ def _about_length(chosen: Candidate) -> str:
     if choice is None:
         return ", as it was measured"
     if length != choice.num_drafts:
-        return f"; {length} speculative token{'s' * (length > 1)} measured fastest, where the cost model takes {choice.num_drafts}"
-    text = ""
-    if length not in choice.measured:
-        predicted = choice.predicted[length] / choice.predicted[0]
-        text = f"; timed with {timed_length(chosen.method)} speculative tokens, predicted {predicted:.2f}x with {length}"
+        return f"; {drafts_text(length)} measured fastest, where the cost model takes {choice.num_drafts}"
     joint = chosen.acceptance.joint_acceptance
     if length < len(joint):
         later = f"a {_ordinal(length + 1)} draft would be accepted in {_percent(joint[length])} of verifications"
-        return f"{text}; {later} and costs {_milliseconds(choice.marginal_s[length + 1])}"
+        return f"; {later} and costs {_milliseconds(choice.marginal_s[length + 1])}"
     last = f"the {_ordinal(length)} draft is accepted in {_percent(joint[-1])} of verifications and costs {_milliseconds(choice.marginal_s[length])}"
-    return f"{text}; {last}, longer chains were not measured"
+    return f"; {last}, longer chains were not measured"
 
 
 def _percent(share: float) -> str:
@@ -333,10 +413,3 @@ def _milliseconds(seconds: float) -> str:
 
 def _ordinal(number: int) -> str:
     return _ORDINALS[number] if number < len(_ORDINALS) else f"{number}th"
-
-
-def _size(num_bytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} bytes"

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eval.acceptance import Acceptance
-from eval.measurement import Comparison, MethodResult
+from eval.measurement import Comparison, MethodResult, size_text
 from eval.report import COLOURS, GREY, GRID, INK, RULE, style_axes
 
 METHOD_COLOURS = (*COLOURS, "#c2478f", "#4d7c0f", "#0e7fa6")
@@ -178,14 +178,6 @@ def _draw_memory(axes: Axes, methods: Sequence[MethodResult]) -> None:
     axes.set_yticks(rows, [_label(method.name, _LABEL_CHARACTERS) for method in methods])
     axes.set_ylim(len(methods) - 0.5, -0.5)
     axes.set_xlim(0, 1.12 * left.max() or 1)
-
-
-def size_text(num_bytes: int) -> str:
-    """For people: 0, 512 B, 1.5 KiB, 211 MiB, 12.3 GiB."""
-    if num_bytes < 2**10:
-        return f"{num_bytes} B" if num_bytes else "0"
-    unit, size = next((unit, num_bytes / limit) for unit, limit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if num_bytes >= limit)
-    return f"{size:.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"
 
 
 def prompts_text(count: int) -> str:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eval.acceptance import Acceptance
-from eval.compare_plots import prompts_text, size_text
-from eval.measurement import Comparison, MethodResult, Speed
+from eval.advisor import SPEED_NOISE, Candidate, candidates_at_batch, decide, drafts_text, is_useless
+from eval.compare_plots import prompts_text
+from eval.measurement import Comparison, MethodResult, Speed, size_text
 
 _NUM_POSITIONS = 4
 _COLUMNS_BESIDE_NAME = 6
@@ -20,7 +21,7 @@ _PLAIN = "plain decoding"
 
 @dataclass(frozen=True)
 class Cell:
-    """Text, and what qualifies it in small below; `is_best` for the fastest lossless method of a column."""
+    """Text, and what qualifies it in small below; `is_best` for what `_marked` says."""
 
     text: str
     detail: str = ""
@@ -88,9 +89,11 @@ def _method_note(comparison: Comparison) -> str:
     return (
         "tau: tokens per verification of the target, prefill excluded; all prompts together, with a 95% bootstrap interval over prompts where "
         "there are several; macro: mean over prompts. accepted: verifications that accepted all drafts up to this one. speed-up: tokens/s over "
-        "plain decoding of the same prompts; range over prompts. memory: beyond plain decoding, and as a share of the target's weights. "
-        "drafting: mean time of the drafts of one verification, and its share of drafting and verification. nodes: drafted tokens in one "
-        f"verification. lossless: outputs equal to plain decoding{' in ' if dtypes else ''}{', '.join(dtypes)}; a near tie differs first where "
+        f"plain decoding of the same prompts; range over prompts; marked where lossless, more than {SPEED_NOISE:.0%} faster than plain decoding, and "
+        "as fast as the fastest such, within the same share. memory: beyond plain decoding, and as a share of the target's weights. "
+        "drafting: mean time of the drafts of one verification, with its part of the time in which the drafter reads the prompt, and its share of "
+        "drafting and verification. nodes: tokens beyond the newest one in a verification. "
+        f"lossless: outputs equal to plain decoding{' in ' if dtypes else ''}{', '.join(dtypes)}; a near tie differs first where "
         "the target's two best logits are almost equal."
     )
 
@@ -137,14 +140,16 @@ def batch_sheets(comparison: Comparison) -> list[Sheet]:
 
 
 def draft_length_sheets(comparison: Comparison) -> list[Sheet]:
-    """Speed-up of chains by draft length; none where no other length was timed."""
+    """Speed-up of chains by draft length; none where no other length was timed. Marked over all lengths: one of them is to be chosen."""
     methods = [method for method in comparison.methods if method.speed_by_draft_length]
     lengths = sorted({length for method in methods for length in method.speed_by_draft_length})
+    places = [(method, length) for method in methods for length in lengths]
+    cells = _speed_cells([method.speed_by_draft_length.get(length) for method, length in places], [method for method, _ in places], has_range=True)
+    by_place = {(method.name, length): cell for (method, length), cell in zip(places, cells, strict=True)}
     sheets = []
     for start in range(0, len(lengths), _COLUMNS_BESIDE_NAME):
         part = lengths[start : start + _COLUMNS_BESIDE_NAME]
-        cells = [[_speed_cell(method.speed_by_draft_length.get(length)) for length in part] for method in methods]
-        rows = tuple((Cell(method.name), *row) for method, row in zip(methods, cells, strict=True))
+        rows = tuple((Cell(method.name), *(by_place[method.name, length] for length in part)) for method in methods)
         header = (Cell("method"), *(Cell(f"{length} draft" if length == 1 else f"{length} drafts") for length in part))
         sheets.append(Sheet("Speed-up by draft length, batch 1", header, rows))
     return sheets
@@ -199,13 +204,16 @@ def _positions_cell(acceptance: Acceptance, num_positions: int) -> Cell:
 
 
 def _speed_cells(speeds: Sequence[Speed | None], methods: Sequence[MethodResult], has_range: bool = False) -> list[Cell]:
-    """The fastest that is lossless and faster than plain decoding is marked."""
-    ratios = [speed.ratio for speed, method in zip(speeds, methods, strict=True) if speed is not None and keeps_output(method)]
-    best = max([1.0, *ratios])
-    return [
-        replace(_speed_cell(speed, has_range), is_best=speed is not None and keeps_output(method) and 1 < speed.ratio == best)
-        for speed, method in zip(speeds, methods, strict=True)
-    ]
+    """Of one column, or of all between which there is to choose."""
+    marked = _marked(speeds, methods)
+    return [replace(_speed_cell(speed, has_range), is_best=is_best) for speed, is_best in zip(speeds, marked, strict=True)]
+
+
+def _marked(speeds: Sequence[Speed | None], methods: Sequence[MethodResult]) -> list[bool]:
+    """Of each, whether it could be advised by this speed: output kept, drafts of use, clearly faster than plain decoding, as fast as any such."""
+    can_be = {method.name: method.keeps_output and not is_useless(method.acceptance) for method in methods}
+    ratios = [speed.ratio if speed is not None and can_be[method.name] else 0.0 for speed, method in zip(speeds, methods, strict=True)]
+    return [ratio > 1 + SPEED_NOISE and ratio >= max(ratios) * (1 - SPEED_NOISE) for ratio in ratios]
 
 
 def _speed_cell(speed: Speed | None, has_range: bool = True) -> Cell:
@@ -223,22 +231,20 @@ def _drafting_cell(speed: Speed | None) -> Cell:
 
 
 def _lossless_cell(method: MethodResult) -> Cell:
+    cell = _checked_cell(method)
+    return replace(cell, detail="\n".join(filter(None, (cell.detail, "own target")))) if method.has_own_target else cell
+
+
+def _checked_cell(method: MethodResult) -> Cell:
     if not method.is_lossless:
         return Cell("LOSSY", "by design")
     if method.lossless is None:
         return Cell("unchecked")
     counts = method.lossless
-    num_different = counts.num_outputs - counts.num_identical - counts.num_near_ties
-    if num_different:
-        return Cell(f"NO {counts.num_identical}/{counts.num_outputs}", f"{num_different} differ")
+    if method.num_changed_outputs:
+        return Cell(f"NO {counts.num_identical}/{counts.num_outputs}", f"{method.num_changed_outputs} differ")
     ties = f"{counts.num_near_ties} near tie{'s' if counts.num_near_ties > 1 else ''}" if counts.num_near_ties else ""
     return Cell(f"yes {counts.num_identical}/{counts.num_outputs}", ties)
-
-
-def keeps_output(method: MethodResult) -> bool:
-    """Lossless by design, and no output differed but at a near tie."""
-    counts = method.lossless
-    return method.is_lossless and (counts is None or counts.num_identical + counts.num_near_ties == counts.num_outputs)
 
 
 def _share(part: float, whole: float) -> str:
@@ -253,19 +259,47 @@ def _rate(tokens_per_s: float | None) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    """The fastest method that keeps the target's output, in one sentence."""
-    timed = [method for method in comparison.methods if 1 in method.speed_by_batch and keeps_output(method)]
+    """What the advisor says of a single request, in one sentence; where the samples are too few for advice, what they showed."""
     if not comparison.methods:
         return "No method was measured."
-    if not timed:
-        return "No method that keeps the target's output was timed at batch 1."
-    best = max(timed, key=lambda method: method.speed.ratio)
-    low, high = best.speed.ratio_range
-    tau = f", {best.acceptance.tau:.2f} tokens per verification" if best.acceptance.num_verifications else ""
-    numbers = f"{best.speed.ratio:.2f}x plain decoding at batch 1 ({low:.2f}x to {high:.2f}x){tau}"
-    if best.speed.ratio > 1:
-        return f"{best.name} is the fastest lossless method: {numbers}."
-    return f"No lossless method is faster than plain decoding here; the nearest is {best.name}: {numbers}."
+    decision = decide(candidates_at_batch(comparison, 1))
+    if not decision.kept:
+        return "No method that keeps the target's output was measured."
+    if decision.chosen is not None and decision.chosen.method.keeps_output:
+        return f"{decision.chosen.method.name} is the lossless method to deploy for a single request: {_numbers(decision.chosen)}."
+    if decision.refusal:
+        return _few_samples(decision.kept)
+    useful = [one for one in decision.kept if not one.is_useless]
+    if not useful:
+        return "No lossless method is of use here: none has drafts accepted often enough to matter."
+    best = max(useful, key=lambda one: one.ratio)
+    return f"No lossless method is clearly faster than plain decoding here; the nearest is {best.method.name}: {_numbers(best)}."
+
+
+def _few_samples(kept: Sequence[Candidate]) -> str:
+    """What was measured; nothing is predicted from a few samples."""
+    best = max(kept, key=lambda one: one.measured_ratio)
+    numbers = f"{best.measured_ratio:.2f}x plain decoding at batch 1"
+    if best.choice is not None:
+        numbers += f" with {drafts_text(best.set_to if best.is_predicted else best.num_drafts)}"
+    if best.measured_ratio > 1 + SPEED_NOISE:
+        return f"{best.method.name} measured fastest of the lossless methods, on too few samples to advise it: {numbers}."
+    return (
+        f"No lossless method measured clearly faster than plain decoding, on too few samples to advise; the nearest is {best.method.name}: {numbers}."
+    )
+
+
+def _numbers(candidate: Candidate) -> str:
+    """Of the advised number of drafts; the range over prompts is known of the one that was set."""
+    text = f"{candidate.ratio:.2f}x plain decoding at batch 1"
+    tau = candidate.acceptance.tau if candidate.acceptance.num_verifications else None
+    if candidate.choice is not None:
+        text += f" with {drafts_text(candidate.num_drafts)}{' (predicted, not measured)' * candidate.is_predicted}"
+        tau = 1 + sum(candidate.acceptance.joint_acceptance[: candidate.num_drafts])
+    if candidate.num_drafts == candidate.set_to:
+        low, high = candidate.method.speed.ratio_range
+        text += f" ({low:.2f}x to {high:.2f}x)"
+    return text if tau is None else f"{text}, {tau:.2f} tokens per verification"
 
 
 def conditions(comparison: Comparison) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +50,29 @@ def serve_commands(algorithm: str, target: str, export_dir: Path | str, draft_le
     return commands
 
 
-def deploy_commands(method: MethodResult, num_speculative_tokens: int, target: str) -> Deployment:
+def deploy_commands(method: MethodResult, num_speculative_tokens: int, target: str, revision: str | None = None) -> Deployment:
     """The commands that come nearest to a measured method.
 
     Args:
         method: what was measured.
         num_speculative_tokens: K of a chain, levels of a tree.
         target: path or Hub id; a drafter that was trained with its target is served with the trained one of its run.
+        revision: of the target on the Hub; a local folder has none, and neither has a target that was trained with its drafter.
 
     Raises:
         ValueError: if there is no draft to make, or the method lacks a setting or a drafter that its command needs.
     """
     if num_speculative_tokens < 1:
         raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}, expected at least 1 (serve without drafting otherwise)")
+    found = _nearest(method, num_speculative_tokens, target)
+    if revision is None or method.has_own_target or Path(target).is_dir():
+        return found
+    # Both engines take it for the target and its tokenizer, and not for the drafter.
+    pinned = f" --revision {shlex.quote(revision)}"
+    return replace(found, vllm=found.vllm and found.vllm + pinned, sglang=found.sglang and found.sglang + pinned)
+
+
+def _nearest(method: MethodResult, num_speculative_tokens: int, target: str) -> Deployment:
     if method.kind == "lookahead":
         return Deployment("", "", f"{_VLLM} does not support Lookahead decoding", f"{_SGLANG} does not support Lookahead decoding")
     if method.kind == "n-gram":
@@ -90,8 +100,6 @@ def _draft_head(method: MethodResult, draft_length: int, target: str) -> Deploym
         vllm_reasons.append(f"{_VLLM} drafts chains only: the command drafts a chain of {draft_length}, the nearest")
     if not method.is_lossless:
         vllm_reasons.append(f"{_VLLM} has no typical acceptance: it verifies without loss")
-    if has_backbone:
-        vllm_reasons.append(f"The command serves the target that was trained with the heads, {target}: its answers can differ from the original's")
     vllm_reason = ". ".join(vllm_reasons)
     if algorithm.startswith("medusa") and (trap := _path_trap(export)):
         vllm, vllm_reason = "", trap

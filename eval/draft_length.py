@@ -58,6 +58,8 @@ def drafts_one_by_one(method: MethodResult) -> bool:
 def seconds_of_forward(forward_s: Mapping[int, float], num_tokens: float) -> float:
     """Linear between the measured numbers of tokens, and on beyond them with the slope at that end.
 
+    More tokens are never cheaper: a forward that was timed faster than a narrower one is taken to last as long as that one.
+
     Raises:
         ValueError: if fewer than two were measured.
     """
@@ -66,8 +68,8 @@ def seconds_of_forward(forward_s: Mapping[int, float], num_tokens: float) -> flo
     counts = sorted(forward_s)
     right = min(max(int(np.searchsorted(counts, num_tokens)), 1), len(counts) - 1)
     low, high = counts[right - 1], counts[right]
-    slope = (forward_s[high] - forward_s[low]) / (high - low)
-    return forward_s[low] + slope * (num_tokens - low)
+    low_s, high_s = (max(forward_s[count] for count in counts if count <= limit) for limit in (low, high))
+    return low_s + (high_s - low_s) / (high - low) * (num_tokens - low)
 
 
 def predicted_speed(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from eval.acceptance import Acceptance, PromptCount
 from eval.tune import TunedPoint
+from train.drafters.base import load_drafter_class
 
 Kind = Literal["plain", "chain", "static tree", "dynamic tree", "medusa tree", "lookahead", "n-gram", "draft model"]
 
@@ -26,7 +27,8 @@ class Speed:
         ratio: tokens/s over plain tokens/s, of all timed calls together.
         ratio_range: smallest and largest over prompts (over batches, where the batch is larger than 1).
         tokens_per_s, tokens_per_s_plain: of all timed calls together.
-        drafting_s, verification_s: mean seconds for each verification.
+        drafting_s, verification_s: mean seconds for each verification. As the times include the prefill, so does the drafting: what the drafter
+            does to read the prompt is spread over the verifications.
     """
 
     ratio: float
@@ -95,7 +97,7 @@ class MethodResult:
         speed_by_batch: by sequences decoded together; batch 1 is always there, the others where they were measured.
         speed_by_draft_length: of chains, batch 1, where other lengths were timed too; acceptance is that of the longest.
         memory: at batch 1.
-        lossless: None for a lossy method.
+        lossless: None for a lossy method, and where nothing was checked (temperature above 0).
         tau_predicted: what the teacher-forced acceptance of the drafter says of the same prompts; None for anything but chains of a drafter.
     """
 
@@ -120,6 +122,22 @@ class MethodResult:
         """At batch 1, over all domains."""
         return self.speed_by_batch[1]
 
+    @property
+    def has_own_target(self) -> bool:
+        """Whether its target was trained with the drafter: what it is lossless against is that one, not the target of the comparison."""
+        return self.algorithm is not None and load_drafter_class(self.algorithm).config_class.trains_target
+
+    @property
+    def num_changed_outputs(self) -> int:
+        """Outputs that differ from plain decoding's without a near tie: a defect, whatever the method promises."""
+        found = self.lossless
+        return 0 if found is None else found.num_outputs - found.num_identical - found.num_near_ties
+
+    @property
+    def keeps_output(self) -> bool:
+        """Lossless by design against the target of the comparison, and no output differed but at a near tie."""
+        return self.is_lossless and not self.num_changed_outputs and not self.has_own_target
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -135,6 +153,7 @@ class Comparison:
         not_available: methods that this target or machine cannot run, with the reason.
         weights_bytes: of the target.
         tuning: settings that were searched for methods before they were measured.
+        revision: of the target on the Hub, as the user asked for it; None is its newest, or a local folder.
     """
 
     target: str
@@ -146,6 +165,7 @@ class Comparison:
     weights_bytes: int
     not_available: Mapping[str, str] = field(default_factory=dict)
     tuning: tuple[TunedPoint, ...] = ()
+    revision: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON with tau and its interval beside the raw counts of every acceptance."""
@@ -170,6 +190,7 @@ class Comparison:
                 forward_s={int(batch): {int(n): s for n, s in row.items()} for batch, row in document["forward_s"].items()},
                 methods=tuple(_method_of(row) for row in document["methods"]),
                 tuning=tuple(TunedPoint(**point) for point in document["tuning"]),
+                revision=document.get("revision"),  # older documents have none
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no comparison: {error!r}; expected what `python -m eval.compare` writes") from error
@@ -179,6 +200,14 @@ class Comparison:
         temporary = path.with_name(f"{path.name}.tmp")
         temporary.write_text(json.dumps(self.to_json() | dict(extra), indent=2) + "\n")
         temporary.replace(path)
+
+
+def size_text(num_bytes: float) -> str:
+    """For people: 0, 512 B, 1.5 KiB, 211 MiB, 12.3 GiB."""
+    if num_bytes < 2**10:
+        return f"{num_bytes:.0f} B" if num_bytes else "0"
+    unit, size = next((unit, num_bytes / limit) for unit, limit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if num_bytes >= limit)
+    return f"{size:.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"
 
 
 _UNDEFINED = dict.fromkeys(("tau", "tau_interval_95", "tau_macro", "joint_acceptance", "conditional_acceptance"))

@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 
 from eval.acceptance import Acceptance
-from eval.compare_plots import draw_comparison, inline_svg, size_text
+from eval.advisor import advise
+from eval.compare_plots import draw_comparison, inline_svg
 from eval.compare_report import comparison_table, html_page, print_comparison, write_html
-from eval.compare_sheets import headline
-from eval.measurement import Comparison, Lossless, Memory, MethodResult, Speed
+from eval.compare_sheets import draft_length_sheets, headline, method_sheet
+from eval.measurement import Comparison, Lossless, Memory, MethodResult, Speed, size_text
 
 DOMAINS = {"chat": 2, "code": 2, "math & <logic>": 1}
 ADVICE = [
@@ -101,6 +102,13 @@ def test_comparison_survives_a_trip_through_json(methods: tuple[MethodResult, ..
     assert Comparison.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
+def test_a_comparison_from_before_revisions_were_kept_is_read() -> None:
+    document = comparison(revision="v1").to_json()
+    assert Comparison.from_json(json.loads(json.dumps(document))).revision == "v1"
+    del document["revision"]
+    assert Comparison.from_json(document).revision is None
+
+
 def test_acceptance_without_verifications_is_null_beside_its_counts() -> None:
     row = comparison().to_json()["methods"][3]["acceptance"]
     assert row["tau"] is None and row["tau_interval_95"] is None and row["joint_acceptance"] is None
@@ -183,13 +191,94 @@ def test_names_are_not_markup_and_commands_are_not_broken() -> None:
     assert ADVICE[0]["vllm"] in text and ADVICE[0]["sglang"] in text and "EAGLE-3 chain, 3 speculative tokens" in text
 
 
-def test_headline_is_about_the_fastest_lossless_method() -> None:
-    assert headline(comparison()) == (
-        "EAGLE-3 chain is the fastest lossless method: 1.85x plain decoding at batch 1 (1.48x to 2.22x), 2.20 tokens per verification."
-    )
+def steady(name: str, ratio: float, **changes: Any) -> MethodResult:
+    """On enough prompts, all alike: half of the first drafts are accepted, tau 1.5."""
+    return method(name, ratio, [[1, 0]] * 12, **changes)
+
+
+def test_headline_names_what_a_few_samples_showed_and_that_they_are_few() -> None:
+    """Three prompts; of those that keep the target's output, the chain is the fastest."""
+    found = headline(comparison())
+    assert found.startswith("EAGLE-3 chain measured fastest of the lossless methods, on too few samples to advise it: 1.")
     slow = comparison(methods=(method("chain", 0.9, [[0], [0]]), comparison().methods[2]))
-    assert headline(slow).startswith("No lossless method is faster than plain decoding here; the nearest is chain: 0.90x")
-    assert headline(comparison(methods=comparison().methods[2:3])) == "No method that keeps the target's output was timed at batch 1."
+    assert headline(slow).startswith(
+        "No lossless method measured clearly faster than plain decoding, on too few samples to advise; the nearest is chain: 0.90x"
+    )
+    assert headline(comparison(methods=comparison().methods[2:3])) == "No method that keeps the target's output was measured."
+
+
+def test_headline_is_the_advice_for_a_single_request() -> None:
+    """0.95x as set, 1.40x with a single draft: what the advice says, and with its tokens per verification."""
+    timed = {1: speed(1.4), 5: speed(0.95)}
+    found = comparison(methods=(steady("A", 0.95, speed_by_draft_length=timed, speed_by_batch={1: speed(0.95)}),))
+    (single, *_) = advise(found)
+    assert single.method == "A" and single.num_speculative_tokens == 1 and "1.40x" in single.reason
+    assert headline(found) == (
+        "A is the lossless method to deploy for a single request: 1.40x plain decoding at batch 1 with 1 speculative token, "
+        "1.50 tokens per verification."
+    )
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        ([steady("slow", 0.9, kind="static tree")], "No lossless method is clearly faster than plain decoding here; the nearest is slow: 0.90x"),
+        ([steady("near", 1.04, kind="static tree")], "No lossless method is clearly faster than plain decoding here; the nearest is near: 1.04x"),
+        (
+            [method("useless", 1.5, [[0, 0]] * 12, kind="static tree")],
+            "No lossless method is of use here: none has drafts accepted often enough to matter.",
+        ),
+        (
+            [steady("heavy", 1.52, kind="static tree"), steady("lean", 1.5, kind="static tree", memory=Memory(1, 0, 0, 0))],
+            "lean is the lossless method to deploy for a single request: 1.50x",
+        ),
+        (
+            [steady("Medusa-2 tree", 3.0, kind="medusa tree", algorithm="medusa2"), steady("slow", 0.9, kind="static tree")],
+            "No lossless method is clearly faster than plain decoding here; the nearest is slow: 0.90x",
+        ),
+        ([steady("Medusa-2 tree", 3.0, kind="medusa tree", algorithm="medusa2")], "No method that keeps the target's output was measured."),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "+".join(one.name for one in value),
+)
+def test_headline_never_contradicts_the_advice(methods: list[MethodResult], expected: str) -> None:
+    found = comparison(methods=tuple(replace(one, speed_by_batch={1: one.speed}) for one in methods))
+    assert headline(found).startswith(expected) and headline(found).count(". ") == 0
+    advised = advise(found)[0].method
+    assert (advised in headline(found)) if advised not in ("", "Medusa-2 tree") else "to deploy" not in headline(found)
+
+
+def test_marked_are_those_that_could_be_advised() -> None:
+    """Within 5% of plain decoding, useless, lossy, or with a target of its own: none of these; what is as fast as the fastest is."""
+    methods = (
+        steady("fastest", 1.50, kind="static tree"),
+        steady("as fast", 1.45, kind="static tree"),
+        steady("slower", 1.30, kind="static tree"),
+        method("useless", 1.9, [[0, 0]] * 12, kind="static tree"),
+        steady("own", 1.9, kind="medusa tree", algorithm="medusa2"),
+        steady("lossy", 1.9, is_lossless=False, lossless=None),
+    )
+    rows = method_sheet(comparison(methods=methods)).rows
+    assert [row[0].text for row in rows if any(cell.is_best for cell in row)] == ["fastest", "as fast"]
+    near = method_sheet(comparison(methods=(steady("near", 1.04, kind="static tree"),))).rows
+    assert not any(cell.is_best for row in near for cell in row)
+
+
+def test_the_length_that_makes_a_method_fast_is_marked() -> None:
+    one = steady("A", 0.95, speed_by_draft_length={1: speed(1.4), 3: speed(1.2), 5: speed(0.95)})
+    (sheet,) = draft_length_sheets(comparison(methods=(one,)))
+    assert [cell.is_best for cell in sheet.rows[0]] == [False, True, False, False]
+
+
+def test_a_target_of_its_own_is_said_where_its_outputs_are_judged() -> None:
+    own = method("Medusa-2 chain", 1.5, [[3, 1], [2, 0], [0]], algorithm="medusa2", lossless=Lossless("float32", 5, 4, 1, 1e-5))
+    (_, row) = method_sheet(comparison(methods=(own,))).rows
+    assert row[-1].text == "yes 4/5" and row[-1].detail.splitlines() == ["1 near tie", "own target"]
+    assert method_sheet(comparison(methods=(comparison().methods[0],))).rows[1][-1].detail == ""
+
+
+def test_the_note_counts_what_rides_along_and_the_reading_of_the_prompt() -> None:
+    note = method_sheet(comparison()).note
+    assert "nodes: tokens beyond the newest one in a verification." in note and "reads the prompt" in note
 
 
 def test_no_method_at_all_is_said(tmp_path: Path) -> None:

@@ -93,10 +93,19 @@ def test_a_runs_export_is_served_and_medusa_2_with_the_backbone_of_its_run(tmp_p
     for drafter in (tmp_path, tmp_path / "export"):
         found = deploy_commands(method("chain", "medusa2", str(drafter)), 3, "the original")
         command = found.vllm
-        assert "answers can differ from the original's" in found.vllm_reason
         assert shlex.split(command)[2] == str(tmp_path / "backbone")
         assert speculative_config(command)["model"] == str(tmp_path / "export")
     assert shlex.split(deploy_commands(method("chain", "medusa1", str(tmp_path)), 3, "the original").vllm)[2] == "the original"
+
+
+def test_a_revision_is_pinned_but_for_a_local_folder_and_a_target_of_its_own(tmp_path: Path) -> None:
+    for one in (method("chain", "eagle3", "head"), method("n-gram", settings=NGRAM), method("draft model", drafter="small")):
+        found = deploy_commands(one, 3, "org/model", "it's v1")
+        assert shlex.split(found.vllm)[-2:] == ["--revision", "it's v1"] and flags(found.sglang)["--revision"] == "it's v1"
+        assert "--revision" not in deploy_commands(one, 3, str(tmp_path), "v1").vllm
+    assert "--revision" not in deploy_commands(method("chain", "medusa2", "heads"), 3, "org/model", "v1").vllm
+    medusa = deploy_commands(method("chain", "medusa1", "heads"), 3, "org/model", "v1")
+    assert medusa.vllm.endswith("--revision v1") and medusa.sglang == ""
 
 
 def test_sglang_drafts_the_dynamic_tree_and_vllm_its_chain() -> None:

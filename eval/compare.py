@@ -157,6 +157,7 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
     context = sum(len(question.prompt) for question in questions) // len(questions) + config.max_new_tokens // 2
     comparison = Comparison(
         target=config.target,
+        revision=config.revision,
         domains={domain.domain: sum(question.domain == domain.domain for question in questions) for domain in asked},
         about=_about(config, drafters, first, device),
         plain_tokens_per_s=plain_rates,

@@ -44,13 +44,16 @@ class MethodConfig:
 
     Attributes:
         draft_length: longest chain of drafts; shorter ones are timed too.
-        tree_depth, tree_top_k: EAGLE-2's dynamic tree; it gets one level deeper than that, 5 as EAGLE-1's static tree.
+        tree_depth: rounds of expansion of EAGLE-2's dynamic tree, which gets one level deeper than that: 5 levels, as EAGLE-1's static tree.
+        tree_top_k: children of a node, and nodes that are expanded in a round.
         tree_total_tokens: of that tree, root included; 0 takes as many as EAGLE-1's static tree has, so that the two compare.
         medusa_tree_tokens: nodes of Medusa's calibrated tree, root included.
-        lookahead_w: W, the window size: positions guessed ahead in each step. Some articles swap W and N.
+        lookahead_w: W, the window size: positions guessed ahead in each step. Some articles swap W and N. The paper's A100 has room for W = G = 15,
+            two cores have not: --tune finds what pays.
         lookahead_n: N, the n-gram size.
         lookahead_g: G, n-grams verified in each step.
-        ngram_min, ngram_max: shortest and longest suffix that prompt lookup looks for.
+        ngram_min: shortest suffix that prompt lookup looks for.
+        ngram_max: longest one.
     """
 
     draft_length: int = 5

@@ -27,7 +27,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from checkpoints.provenance import installed_versions
+from checkpoints.provenance import git_commit, installed_versions
 from data.progress import Progress
 from data.target import Target, TargetConfig, load_tokenizer
 from eval.acceptance import Acceptance, chain_acceptance, trajectory_features
@@ -381,6 +381,7 @@ def _about(config: CompareConfig, drafters: Sequence[DrafterFiles], target: Targ
         "max_new_tokens": config.max_new_tokens,
         "drafters": {drafter.name: drafter.label for drafter in drafters},
         "versions": installed_versions(),
+        "commit": git_commit(Path(__file__).parent),
     }
 
 

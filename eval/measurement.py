@@ -171,8 +171,8 @@ class Comparison:
         """JSON with tau and its interval beside the raw counts of every acceptance."""
         document = asdict(self)
         for method, row in zip(self.methods, document["methods"], strict=True):
-            row["acceptance"] = _acceptance_json(method.acceptance)
-            row["acceptance_by_domain"] = {name: _acceptance_json(value) for name, value in method.acceptance_by_domain.items()}
+            row["acceptance"] = acceptance_to_json(method.acceptance)
+            row["acceptance_by_domain"] = {name: acceptance_to_json(value) for name, value in method.acceptance_by_domain.items()}
         return document
 
     @classmethod
@@ -213,7 +213,7 @@ def size_text(num_bytes: float) -> str:
 _UNDEFINED = dict.fromkeys(("tau", "tau_interval_95", "tau_macro", "joint_acceptance", "conditional_acceptance"))
 
 
-def _acceptance_json(acceptance: Acceptance) -> dict[str, Any]:
+def acceptance_to_json(acceptance: Acceptance) -> dict[str, Any]:
     """Without a verification (every answer is a single token) the derived numbers are null; the counts say why."""
     counts = {
         "num_prompts": acceptance.num_prompts,
@@ -226,7 +226,7 @@ def _acceptance_json(acceptance: Acceptance) -> dict[str, Any]:
     return (acceptance.to_json() if acceptance.num_verifications else _UNDEFINED) | counts
 
 
-def _acceptance_of(row: Mapping[str, Any]) -> Acceptance:
+def acceptance_from_json(row: Mapping[str, Any]) -> Acceptance:
     return Acceptance(tuple(row["accepted_at"]), tuple(PromptCount(*counts) for counts in row["prompts"]))
 
 
@@ -238,8 +238,8 @@ def _method_of(row: Mapping[str, Any]) -> MethodResult:
     return MethodResult(
         **{
             **row,
-            "acceptance": _acceptance_of(row["acceptance"]),
-            "acceptance_by_domain": {name: _acceptance_of(value) for name, value in row["acceptance_by_domain"].items()},
+            "acceptance": acceptance_from_json(row["acceptance"]),
+            "acceptance_by_domain": {name: acceptance_from_json(value) for name, value in row["acceptance_by_domain"].items()},
             "speed_by_domain": {name: _speed_of(value) for name, value in row["speed_by_domain"].items()},
             "speed_by_batch": {int(batch): _speed_of(value) for batch, value in row["speed_by_batch"].items()},
             "speed_by_draft_length": {int(length): _speed_of(value) for length, value in row["speed_by_draft_length"].items()},

@@ -31,3 +31,18 @@ def test_the_quickstarts_figures_are_what_it_measured() -> None:
     low, high = report["tau_interval_95"]
     assert f"**{report['tau']:.3f}** (95% interval {low:.3f} to {high:.3f})" in README
     assert f"{report['num_train_tokens']:,} tokens" in README
+
+
+def test_the_comparison_is_what_the_bench_measured() -> None:
+    document = results("compare.json")
+    for method in document["methods"]:
+        acceptance, speeds = method["acceptance"], method["speed_by_batch"]
+        low, high = acceptance["tau_interval_95"]
+        domains = " | ".join(f"{method['acceptance_by_domain'][domain]['tau']:.2f}" for domain in ("chat", "code", "summarisation", "maths"))
+        megabytes = sum(method["memory"].values()) / 2**20
+        line = f"| {acceptance['tau']:.2f} ({low:.2f} to {high:.2f}) | {domains} | {speeds['1']['ratio']:.2f} | {speeds['8']['ratio']:.2f} | {megabytes:.1f} |"
+        assert line in README, f"{method['name']}: {line}"
+    about = document["about"]
+    assert f"{sum(document['domains'].values())} prompts x {about['max_new_tokens']} tokens, {about['dtype']}" in README
+    for claim in document["claims"].values():
+        assert claim["found"]

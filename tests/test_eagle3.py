@@ -20,7 +20,8 @@ from checkpoints.provenance import collect_provenance
 from data.batch import Features, drafter_batch
 from data.target import Target, TargetConfig, load_target_heads
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
-from eval.decode.chain import Chain, draft_chain, target_ids
+from eval.decode.chain import Chain, draft_chain
+from eval.decode.drafter import target_ids
 from eval.decode.loop import Plain, decode
 from eval.decode.verify import Greedy
 from eval.evaluation import exported_drafter

@@ -16,18 +16,16 @@ H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from eval.decode.chain import DrafterCache, check_goes_on, target_ids
-from eval.decode.loop import Method, Seen
+from eval.decode.drafter import DrafterMethod, check_goes_on, target_ids
+from eval.decode.loop import Seen
 from eval.decode.tree import ROOT, DraftTree
 from train.drafters.base import Drafter, Guess
 
 
-class DynamicTree(Method):
+class DynamicTree(DrafterMethod):
     """The candidates that the drafter itself thinks the likeliest."""
 
     def __init__(self, drafter: Drafter, total_tokens: int = 60, depth: int = 6, top_k: int = 10) -> None:
@@ -45,18 +43,10 @@ class DynamicTree(Method):
         for name, value, least in (("total_tokens", total_tokens, 2), ("depth", depth, 0), ("top_k", top_k, 1)):
             if value < least:
                 raise ValueError(f"{name} is {value}, expected at least {least}")
-        self.most_nodes = min(total_tokens - 1, top_k + depth * top_k**2)
-        self.longest_path = min(self.most_nodes, depth + 1)
-        self.request = drafter.feature_request()
-        self._drafter, self._depth, self._top_k = drafter, depth, top_k
-        self._cache = DrafterCache(drafter)
-
-    def start(self, num_sequences: int, capacity: int) -> None:
+        most_nodes = min(total_tokens - 1, top_k + depth * top_k**2)
         # The drafter holds its frontiers, which can be more nodes than are verified.
-        self._cache.start(num_sequences, capacity + self._depth * self._top_k)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._cache.keep(rows)
+        super().__init__(drafter, longest_path=min(most_nodes, depth + 1), most_nodes=most_nodes, num_spare_columns=depth * top_k)
+        self._depth, self._top_k = depth, top_k
 
     @torch.no_grad()
     def draft(self, seen: Seen) -> list[DraftTree]:
@@ -72,7 +62,7 @@ class DynamicTree(Method):
 
     def _expand(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, parents (indices of candidates, or `ROOT`) and scores of all candidates, each [B, c]."""
-        guess = self._drafter.read(self._cache.cache, seen.states, 1)
+        guess = self._drafter.read(self._cache, seen.states, 1)
         num_sequences, device = len(guess.logits_BnW), guess.logits_BnW.device
         children_Bk, score_Bk = self._children(guess, torch.zeros(num_sequences, 1, device=device))
         ids, parents, scores = [children_Bk], [torch.full_like(children_Bk, ROOT)], [score_Bk]
@@ -81,7 +71,7 @@ class DynamicTree(Method):
         frontier_Bk = torch.arange(width, device=device).expand(num_sequences, -1)
         hidden_BkH, sees_Bkm = guess.hidden_BnH.expand(-1, width, -1), itself_Bkk
         for _ in range(self._depth):
-            guess = self._drafter.extend(self._cache.cache, hidden_BkH, children_Bk, sees_Bkm)
+            guess = self._drafter.extend(self._cache, hidden_BkH, children_Bk, sees_Bkm)
             ids_Bc, score_Bc = self._children(guess, score_Bk)
             first = sum(made_Bc.shape[1] for made_Bc in ids)
             ids.append(ids_Bc)
@@ -99,14 +89,6 @@ class DynamicTree(Method):
         log_probs_BkW = guess.logits_BnW.float().log_softmax(-1)
         best = log_probs_BkW.topk(min(self._top_k, log_probs_BkW.shape[-1]))
         return target_ids(self._drafter, best.indices).flatten(1), (score_Bk[:, :, None] + best.values).flatten(1)
-
-    @property
-    def weights_bytes(self) -> int:
-        return self._cache.weights_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        return self._cache.cache_bytes
 
 
 def _best(score_Bc: Tensor, count: int) -> Tensor:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from data.batch import drafter_batch
 from eval.acceptance import TrajectoryPack
-from eval.decode.chain import DrafterCache, check_draft_length
-from eval.decode.loop import Method, Seen
+from eval.decode.drafter import DrafterMethod, check_draft_length
+from eval.decode.loop import Seen
 from eval.decode.tree import DraftTree
 from eval.decode.tree_shape import TreeShape
 from train.drafters.base import Drafter, VerifiedStates
@@ -31,7 +31,7 @@ from train.drafters.base import Drafter, VerifiedStates
 _POSITIONS = 64
 
 
-class MedusaTree(Method):
+class MedusaTree(DrafterMethod):
     """A fixed tree over the ranks of each head's guesses."""
 
     def __init__(self, drafter: Drafter, tree: TreeShape) -> None:
@@ -45,32 +45,16 @@ class MedusaTree(Method):
         """
         _num_heads(drafter)
         check_draft_length(drafter, tree.depth)
-        self.longest_path, self.most_nodes = tree.depth, tree.num_nodes
-        self.request = drafter.feature_request()
-        self._drafter, self._tree = drafter, tree
+        super().__init__(drafter, longest_path=tree.depth, most_nodes=tree.num_nodes)
+        self._tree = tree
         self._heads = [len(path) - 1 for path in tree.paths]
         self._ranks = [path[-1] for path in tree.paths]
-        self._cache = DrafterCache(drafter)
-
-    def start(self, num_sequences: int, capacity: int) -> None:
-        self._cache.start(num_sequences, capacity)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._cache.keep(rows)
 
     @torch.no_grad()
     def draft(self, seen: Seen) -> list[DraftTree]:
-        guess = self._drafter.read(self._cache.cache, seen.states, self._tree.depth)
+        guess = self._drafter.read(self._cache, seen.states, self._tree.depth)
         best_BKk = guess.logits_BnW.topk(self._tree.num_ranks).indices
         return [DraftTree(tuple(ids), self._tree.parents) for ids in best_BKk[:, self._heads, self._ranks].tolist()]
-
-    @property
-    def weights_bytes(self) -> int:
-        return self._cache.weights_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        return self._cache.cache_bytes
 
 
 def calibrate_medusa_tree(accuracies_Kk: Tensor, num_nodes: int = 63, max_children: int = 10) -> TreeShape:

@@ -13,21 +13,20 @@ Shapes: B sequences, n nodes of a level, m expanded nodes so far, R = 1 + nodes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eval.decode.chain import DrafterCache, check_goes_on, draft_probabilities, target_ids
-from eval.decode.loop import Method, Seen
+from eval.decode.drafter import DrafterMethod, check_goes_on, draft_probabilities, target_ids
+from eval.decode.loop import Seen
 from eval.decode.tree import ROOT, DraftTree, ancestors_of
 from eval.decode.tree_shape import EAGLE_TREE, TreeShape
 from eval.decode.verify import Chance, Sampling
 from train.drafters.base import Drafter
 
 
-class StaticTree(Method):
+class StaticTree(DrafterMethod):
     """A fixed tree over the ranks of the drafter's guesses."""
 
     def __init__(self, drafter: Drafter, tree: TreeShape | None = None, sampling: Sampling | None = None, chance: Chance | None = None) -> None:
@@ -44,21 +43,13 @@ class StaticTree(Method):
         check_goes_on(drafter)
         assert (sampling is None) == (chance is None), "sampled drafts need a source of chance, greedy ones have none"
         self._tree = tree or EAGLE_TREE
-        self.longest_path, self.most_nodes = self._tree.depth, self._tree.num_nodes
-        self.request = drafter.feature_request()
+        super().__init__(drafter, longest_path=self._tree.depth, most_nodes=self._tree.num_nodes)
         self._levels = _levels(self._tree)
-        self._drafter, self._sampling, self._chance = drafter, sampling, chance
-        self._cache = DrafterCache(drafter)
-
-    def start(self, num_sequences: int, capacity: int) -> None:
-        self._cache.start(num_sequences, capacity)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._cache.keep(rows)
+        self._sampling, self._chance = sampling, chance
 
     @torch.no_grad()
     def draft(self, seen: Seen) -> list[DraftTree]:
-        guess = self._drafter.read(self._cache.cache, seen.states, 1)
+        guess = self._drafter.read(self._cache, seen.states, 1)
         ids: list[Tensor] = []
         probs_by_row: dict[int, Tensor] = {}
         for level in self._levels:
@@ -72,7 +63,7 @@ class StaticTree(Method):
             if level.expanded:
                 hidden_BnH = guess.hidden_BnH[:, [level.slots[place] for place in level.expanded]]
                 sees_Bnm = level.sees_nm.to(ids_Bn.device).expand(len(ids_Bn), -1, -1)
-                guess = self._drafter.extend(self._cache.cache, hidden_BnH, ids_Bn[:, level.expanded], sees_Bnm)
+                guess = self._drafter.extend(self._cache, hidden_BnH, ids_Bn[:, level.expanded], sees_Bnm)
         drafts = torch.cat(ids, dim=1).tolist()
         if self._sampling is None:
             return [DraftTree(tuple(ids_n), self._tree.parents) for ids_n in drafts]
@@ -100,14 +91,6 @@ class StaticTree(Method):
 
     def _probabilities(self, logits_BnW: Tensor, sampling: Sampling) -> Tensor:
         return draft_probabilities(self._drafter, logits_BnW.flatten(0, 1), sampling).unflatten(0, logits_BnW.shape[:2])
-
-    @property
-    def weights_bytes(self) -> int:
-        return self._cache.weights_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        return self._cache.cache_bytes
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from data.target import TargetConfig
 from eval.acceptance import Acceptance
-from eval.advisor import Candidate
+from eval.advisor import Candidate, advise
 from eval.compare import CompareConfig, compare
 from eval.decode.loop import decode
 from eval.draft_length import best_draft_length, has_draft_length, share_of_best_measured
@@ -69,6 +69,7 @@ def main(config: Annotated[CompareConfig, tyro.conf.arg(name="")] = DEFAULT, is_
     files = " ".join(Path(source).name for source in config.prompts)
     document["about"]["command"] = f".venv/bin/python bench/compare.py --prompts {files}"
     document["repetition"] = _repetition_of(replace(config, prompts=prompts))
+    document["advice"] = [advised.to_json() for advised in advise(comparison)]
     document["claims"] = claims(comparison, document["repetition"])
     results = ROOT / "bench" / "results"
     (results / "compare.json").write_text(json.dumps(document, indent=2) + "\n")

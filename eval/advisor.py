@@ -107,12 +107,14 @@ class Candidate:
         """Speed over plain decoding with `num_drafts`: as the method was set, times what that number gained over it where both were timed.
 
         Lengths may be timed on fewer prompts than the methods are, so that their own ratios do not compare with other methods'. Where the number was
-        not timed (`is_predicted`), its gain is the cost model's.
+        not timed (`is_predicted`), its gain is the cost model's, and no more than the model promises over plain decoding: one timing that came out
+        well by chance must not make a speed-up of a length that nobody has tried.
         """
         if self.choice is None or self.num_drafts == self.set_to:
             return self.timed_ratio
         rates = self.choice.predicted if self.is_predicted else self.choice.measured
-        return self.timed_ratio * rates[self.num_drafts] / rates[self.set_to]
+        scaled = self.timed_ratio * rates[self.num_drafts] / rates[self.set_to]
+        return min(scaled, rates[self.num_drafts] / rates[0]) if self.is_predicted else scaled
 
     @property
     def measured_ratio(self) -> float:

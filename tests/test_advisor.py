@@ -217,14 +217,28 @@ def test_the_quick_start_needs_no_training() -> None:
     assert "nothing that needs no training was measured" in advice(QUICK, method("EAGLE-3", 2.0)).reason
 
 
+CHEAP_PAIRS = FORWARD_S | {4: {1: 0.1, 2: 0.12, 3: 0.2, 4: 0.25}}
+
+
 def test_a_length_that_was_not_timed_in_the_scenario_is_judged_by_prediction_and_said_to_be() -> None:
-    """Batch 4, timed with 3 drafts only, 0.90x: one draft is predicted 9.783 / 7.955 times as fast."""
-    one = method("one", 1.5, speed_by_batch={1: speed(1.5), 4: speed(0.9, plain=40.0)})
-    found = advice(BATCH, one)
+    """Batch 4, timed with 3 drafts only: one draft is predicted 12.16 / 6.73 times as fast, and 1.22 times as fast as plain decoding."""
+    one = method("one", 1.5, speed_by_batch={1: speed(1.5), 4: speed(0.65, plain=40.0)})
+    found = advice(BATCH, one, forward_s=CHEAP_PAIRS)
     assert (found.method, found.num_speculative_tokens) == ("one", 1)
-    assert "1.11x at batch 4" in found.reason and "predicted, not measured" in found.reason
-    assert "3 speculative tokens measured 0.90x there" in found.reason and "--methods.draft-length 1" in found.reason
-    # With the length that was timed there is nothing to predict.
+    assert "1.17x at batch 4" in found.reason and "predicted, not measured" in found.reason
+    assert "3 speculative tokens measured 0.65x there" in found.reason and "--methods.draft-length 1" in found.reason
+
+
+def test_a_lucky_timing_promises_no_more_than_the_cost_model() -> None:
+    """Timed with 3 drafts at 0.90x, where the model says 0.67x: one draft would be 1.63x by that measure, and is 1.22x by the model."""
+    found = advice(BATCH, method("one", 1.5, speed_by_batch={1: speed(1.5), 4: speed(0.9, plain=40.0)}), forward_s=CHEAP_PAIRS)
+    assert "1.22x at batch 4" in found.reason
+    # Here the model sees no gain: 1.5 / 0.1533 against 1 / 0.1.
+    no_gain = FORWARD_S | {4: {1: 0.1, 2: 0.15, 4: 0.21}}
+    assert advice(BATCH, method("one", 1.5, speed_by_batch={1: speed(1.5), 4: speed(0.9, plain=40.0)}), forward_s=no_gain).method == ""
+
+
+def test_with_the_length_that_was_timed_there_is_nothing_to_predict() -> None:
     timed = method("one", 1.5, speed_by_batch={1: speed(1.5), 4: speed(1.2, plain=40.0)}, acceptance=accepted([3, 3, 3]))
     found = advice(BATCH, timed, forward_s=FORWARD_S | {4: FORWARD_S[1]})
     assert found.num_speculative_tokens == 3 and "1.20x at batch 4" in found.reason and "predicted" not in found.reason

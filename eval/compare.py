@@ -33,8 +33,9 @@ from data.target import Target, TargetConfig, load_tokenizer
 from eval.acceptance import Acceptance, chain_acceptance, trajectory_features
 from eval.advisor import advise
 from eval.compare_report import print_comparison, write_html
-from eval.decode.loop import Decoded
+from eval.decode.loop import Decoded, Method
 from eval.decode.speedup import difference_gap
+from eval.decode.verify import Verifier
 from eval.measurement import Comparison, Lossless, Memory, MethodResult, Speed
 from eval.methods import (
     PACK_TOKENS,
@@ -161,7 +162,7 @@ def compare(config: CompareConfig, console: Console) -> Comparison:
         domains={domain.domain: sum(question.domain == domain.domain for question in questions) for domain in asked},
         about=_about(config, drafters, first, device),
         plain_tokens_per_s=plain_rates,
-        forward_s=forward_seconds(first, sorted({1, *config.batch_sizes}), FORWARD_WIDTHS, context),
+        forward_s=forward_seconds(first, sorted(plain_rates), FORWARD_WIDTHS, context),
         methods=tuple(methods),
         weights_bytes=sum(parameter.numel() * parameter.element_size() for parameter in first.model.parameters()),
         not_available=builder.not_available | not_available(first),
@@ -214,14 +215,9 @@ def check_lossless(line_up: LineUp, questions: Sequence[Question], max_new_token
     Raises:
         ValueError: if one differs where the target's two best logits are no near tie.
     """
-    target, checked = line_up.target, [contender for contender in line_up.contenders if contender.is_lossless]
-    progress = Progress("checking", "outputs", num_calls(len(checked), len(questions)))
-    ways = {contender.name: (contender.method, contender.verifier) for contender in checked}
-    prompts = [question.prompt for question in questions]
-    timed, plain = time_methods(
-        target, ways, line_up.verifier, [[prompt] for prompt in prompts], max_new_tokens, target.end_ids, lambda: progress.advance(1)
-    )
-    progress.close()
+    target, prompts = line_up.target, [question.prompt for question in questions]
+    ways = _ways([contender for contender in line_up.contenders if contender.is_lossless])
+    timed, plain = _time(line_up, "checking", ways, [[prompt] for prompt in prompts], max_new_tokens)
     found = {}
     for name, calls in timed.items():
         gaps = []
@@ -278,8 +274,8 @@ def measure(
     line_up: LineUp, questions: Sequence[Question], config: CompareConfig, lossless: Mapping[str, Lossless]
 ) -> tuple[list[MethodResult], dict[int, float]]:
     """Times every method of a target; returns the results and plain decoding's tokens/s by batch size."""
-    prompts = [question.prompt for question in questions]
-    alone, plain = _time(line_up, "batch 1", [[prompt] for prompt in prompts], config)
+    prompts, ways = [question.prompt for question in questions], _ways(line_up.contenders)
+    alone, plain = _time(line_up, "batch 1", ways, [[prompt] for prompt in prompts], config.max_new_tokens)
     rates = {1: sum(call.num_tokens for call in plain) / sum(call.total_s for call in plain)}
     batched: dict[int, dict[str, Timed]] = {}
     for size in sorted(set(config.batch_sizes) - {1}):
@@ -287,7 +283,7 @@ def measure(
         num_batches = config.num_batches or math.ceil(len(prompts) / size)
         batches = [[prompts[(start + index) % len(prompts)] for index in range(size)] for start in range(0, num_batches * size, size)]
         try:
-            batched[size], plain_batches = _time(line_up, f"batch {size}", batches, config)
+            batched[size], plain_batches = _time(line_up, f"batch {size}", ways, batches, config.max_new_tokens)
         except torch.OutOfMemoryError:
             print(f"WARNING: batches of {size} do not fit into the memory: they are left out", file=sys.stderr, flush=True)
             continue
@@ -327,12 +323,19 @@ def measure(
     return results, rates
 
 
-def _time(line_up: LineUp, label: str, batches: Sequence[Sequence[Sequence[int]]], config: CompareConfig) -> tuple[dict[str, Timed], list[Decoded]]:
-    ways = {contender.name: (contender.method, contender.verifier) for contender in line_up.contenders}
+def _time(
+    line_up: LineUp, label: str, ways: Mapping[str, tuple[Method, Verifier]], batches: Sequence[Sequence[Sequence[int]]], max_new_tokens: int
+) -> tuple[dict[str, Timed], list[Decoded]]:
+    """`time_methods` on a target's own terms, with progress."""
     progress = Progress(label, "answers", num_calls(len(ways), len(batches)))
-    timed = time_methods(line_up.target, ways, line_up.verifier, batches, config.max_new_tokens, line_up.target.end_ids, lambda: progress.advance(1))
+    target = line_up.target
+    timed = time_methods(target, ways, line_up.verifier, batches, max_new_tokens, target.end_ids, lambda: progress.advance(1))
     progress.close()
     return timed
+
+
+def _ways(contenders: Sequence[Contender]) -> dict[str, tuple[Method, Verifier]]:
+    return {contender.name: (contender.method, contender.verifier) for contender in contenders}
 
 
 def _time_lengths(line_up: LineUp, prompts: Sequence[Sequence[int]], config: CompareConfig) -> dict[str, dict[int, Speed]]:
@@ -343,12 +346,7 @@ def _time_lengths(line_up: LineUp, prompts: Sequence[Sequence[int]], config: Com
             for length in range(1, int(contender.settings["draft_length"]) + 1):
                 place[f"{contender.name}, {length}"] = (contender.name, length)
                 ways[f"{contender.name}, {length}"] = (contender.at_length(length), contender.verifier)
-    progress = Progress("draft lengths", "answers", num_calls(len(ways), len(prompts)))
-    end_ids = line_up.target.end_ids
-    timed, _ = time_methods(
-        line_up.target, ways, line_up.verifier, [[prompt] for prompt in prompts], config.max_new_tokens, end_ids, lambda: progress.advance(1)
-    )
-    progress.close()
+    timed, _ = _time(line_up, "draft lengths", ways, [[prompt] for prompt in prompts], config.max_new_tokens)
     speeds: dict[str, dict[int, Speed]] = {}
     for way, (name, length) in place.items():
         speeds.setdefault(name, {})[length] = timed[way].speed()

@@ -42,6 +42,7 @@ def naive(teacher, student, head, weight, kind):
 @pytest.mark.parametrize("chunk_elements", [1, 100, 2**24])
 def test_loss_counts_and_gradients_equal_the_naive_form(monkeypatch, kind, vocabulary, chunk_elements):
     monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(losses, "_CPU_BLOCK_ELEMENTS", chunk_elements // 3)
     draft_ids = None if vocabulary == "full" else torch.tensor([0, 2, 3, 5, 8, 9, 12, 15, 16, 20, 22])
     teacher, student, head, weight = setup(draft_ids, vocabulary == "drop")
     sums = distillation_loss(student, head, teacher, weight, kind)
@@ -58,6 +59,7 @@ def test_loss_counts_and_gradients_equal_the_naive_form(monkeypatch, kind, vocab
 @pytest.mark.parametrize("chunk_elements", [1, 100, 2**24])
 def test_hard_labels_give_the_weighted_cross_entropy_and_its_gradients(monkeypatch, chunk_elements):
     monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(losses, "_CPU_BLOCK_ELEMENTS", chunk_elements // 3)
     _, student, head, weight = setup(None, False)
     label = torch.randint(V, (K, R))
     sums = distillation_loss(student, head, Labels(label), weight, "ce")

@@ -7,9 +7,10 @@ document and to the keys of steps 1..s at the same i (algorithms.md section 3, E
     backward  the same kernel's backward, given the *merged* output and log-sum-exp, is exact for the base part, because flash attention's
               gradient needs only P = exp(S - lse) and rowsum(dO * O), and both hold for the merged softmax. The diagonals are explicit.
 
-Grouped-query attention never repeats keys: each member of a group of query heads runs against the same keys.
+Grouped-query attention never repeats keys: the members of a group of query heads are a batch over one view of the keys. Queries may stand at some
+positions only (`rows_R`): where nothing is supervised, only keys and values are needed.
 
-Shapes: T packed tokens, N query heads, M key/value heads, G = N / M, D head dimension, S diagonal steps.
+Shapes: T packed tokens, R positions with a query, N query heads, M key/value heads, G = N / M, D head dimension, S diagonal steps.
 """
 
 from __future__ import annotations
@@ -22,83 +23,104 @@ from torch import Tensor
 
 
 def ttt_attention(
-    query_TND: Tensor, base_key_TMD: Tensor, base_value_TMD: Tensor, diagonals: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]
+    query_RND: Tensor,
+    base_key_TMD: Tensor,
+    base_value_TMD: Tensor,
+    diagonals: Sequence[tuple[Tensor, Tensor]],
+    lengths: Sequence[int],
+    rows_R: Tensor | None = None,
 ) -> Tensor:
     """Attention of one TTT step over packed documents.
 
     Args:
-        query_TND: queries of this step, RoPE applied.
+        query_RND: queries of this step, RoPE applied.
         base_key_TMD: step-0 keys, RoPE applied; base_value_TMD likewise without RoPE.
-        diagonals: (key_TMD, value_TMD) of steps 1..s, empty at step 0.
+        diagonals: (key_RMD, value_RMD) of steps 1..s, empty at step 0.
         lengths: tokens of each document, summing to T.
+        rows_R: int64, ascending: the positions that the queries (and diagonals) stand at; None where they are all T.
 
     Returns:
-        [T, N, D], in the queries' dtype.
+        [R, N, D], in the queries' dtype.
     """
     flat = [tensor for pair in diagonals for tensor in pair]
-    return _TTTAttention.apply(query_TND, base_key_TMD, base_value_TMD, tuple(lengths), *flat)
+    return _TTTAttention.apply(query_RND, base_key_TMD, base_value_TMD, tuple(lengths), rows_R, *flat)
 
 
 class _TTTAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query_TND: Tensor, base_key_TMD: Tensor, base_value_TMD: Tensor, lengths: tuple[int, ...], *flat: Tensor) -> Tensor:
-        num_kv_heads = base_key_TMD.shape[1]
-        query_TMGD = query_TND.unflatten(1, (num_kv_heads, -1))
-        out_TMGD, lse_TMG = _base_forward(query_TMGD, base_key_TMD, base_value_TMD, lengths)
+    def forward(
+        ctx: Any, query_RND: Tensor, base_key_TMD: Tensor, base_value_TMD: Tensor, lengths: tuple[int, ...], rows_R: Tensor | None, *flat: Tensor
+    ) -> Tensor:
+        num_tokens, num_kv_heads, _ = base_key_TMD.shape
+        query_RMGD = query_RND.unflatten(1, (num_kv_heads, -1))
+        out_TMGD, lse_TMG = _base_forward(_spread(query_RMGD, rows_R, num_tokens), base_key_TMD, base_value_TMD, lengths)
+        out_RMGD, lse_RMG = (out_TMGD, lse_TMG) if rows_R is None else (out_TMGD[rows_R], lse_TMG[rows_R])
         if flat:
-            scores_STMG = _diagonal_scores(query_TMGD, flat[0::2])
-            base_lse_TMG = lse_TMG
-            lse_TMG = torch.logsumexp(torch.cat([base_lse_TMG[None], scores_STMG]), dim=0)
-            merged_TMGD = out_TMGD.float() * (base_lse_TMG - lse_TMG).exp()[..., None]
-            for score_TMG, value_TMD in zip(scores_STMG, flat[1::2], strict=True):
-                merged_TMGD += (score_TMG - lse_TMG).exp()[..., None] * value_TMD[:, :, None].float()
-            out_TMGD = merged_TMGD.to(query_TND.dtype)
-        ctx.save_for_backward(query_TMGD, base_key_TMD, base_value_TMD, out_TMGD, lse_TMG, *flat)
-        ctx.lengths = lengths
-        return out_TMGD.flatten(1, 2)
+            scores_SRMG = _diagonal_scores(query_RMGD, flat[0::2])
+            base_lse_RMG = lse_RMG
+            lse_RMG = torch.logsumexp(torch.cat([base_lse_RMG[None], scores_SRMG]), dim=0)
+            merged_RMGD = out_RMGD.float() * (base_lse_RMG - lse_RMG).exp()[..., None]
+            for score_RMG, value_RMD in zip(scores_SRMG, flat[1::2], strict=True):
+                merged_RMGD += (score_RMG - lse_RMG).exp()[..., None] * value_RMD[:, :, None].float()
+            out_RMGD = merged_RMGD.to(query_RND.dtype)
+        ctx.save_for_backward(query_RMGD, base_key_TMD, base_value_TMD, out_RMGD, lse_RMG, *flat)
+        ctx.lengths, ctx.rows_R = lengths, rows_R
+        return out_RMGD.flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad_TND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query_TMGD, base_key_TMD, base_value_TMD, out_TMGD, lse_TMG, *flat = ctx.saved_tensors
-        grad_TMGD = grad_TND.unflatten(1, (base_key_TMD.shape[1], -1)).to(out_TMGD.dtype).contiguous()
+    def backward(ctx: Any, grad_RND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query_RMGD, base_key_TMD, base_value_TMD, out_RMGD, lse_RMG, *flat = ctx.saved_tensors
+        num_tokens, num_kv_heads, _ = base_key_TMD.shape
+        grad_RMGD = grad_RND.unflatten(1, (num_kv_heads, -1)).to(out_RMGD.dtype).contiguous()
         grad_query_TMGD, grad_key_TMD, grad_value_TMD = _base_backward(
-            grad_TMGD, query_TMGD, base_key_TMD, base_value_TMD, out_TMGD, lse_TMG, ctx.lengths
+            *(_spread(tensor, ctx.rows_R, num_tokens) for tensor in (grad_RMGD, query_RMGD)),
+            base_key_TMD,
+            base_value_TMD,
+            _spread(out_RMGD, ctx.rows_R, num_tokens),
+            _spread(lse_RMG, ctx.rows_R, num_tokens, fill=float("inf")),  # a probability of zero: nothing flows from there
+            ctx.lengths,
         )
+        grad_query_RMGD = grad_query_TMGD if ctx.rows_R is None else grad_query_TMGD[ctx.rows_R]
         flat_grads: list[Tensor] = []
         if flat:
-            scale = query_TMGD.shape[-1] ** -0.5
-            query_fp32, grad_fp32 = query_TMGD.float(), grad_TMGD.float()
-            grad_query_fp32 = grad_query_TMGD.float()
-            delta_TMG = (grad_fp32 * out_TMGD.float()).sum(-1)
-            weights_STMG = (_diagonal_scores(query_TMGD, flat[0::2]) - lse_TMG).exp()
-            for weight_TMG, key_TMD, value_TMD in zip(weights_STMG, flat[0::2], flat[1::2], strict=True):
-                grad_weight_TMG = (grad_fp32 * value_TMD[:, :, None].float()).sum(-1)
-                grad_score_TMG1 = (weight_TMG * (grad_weight_TMG - delta_TMG) * scale)[..., None]
-                grad_query_fp32 += grad_score_TMG1 * key_TMD[:, :, None].float()
-                flat_grads.append((grad_score_TMG1 * query_fp32).sum(2).to(key_TMD.dtype))
-                flat_grads.append((weight_TMG[..., None] * grad_fp32).sum(2).to(value_TMD.dtype))
-            grad_query_TMGD = grad_query_fp32.to(query_TMGD.dtype)
-        return grad_query_TMGD.flatten(1, 2), grad_key_TMD, grad_value_TMD, None, *flat_grads
+            scale = query_RMGD.shape[-1] ** -0.5
+            query_fp32, grad_fp32 = query_RMGD.float(), grad_RMGD.float()
+            grad_query_fp32 = grad_query_RMGD.float()
+            delta_RMG = (grad_fp32 * out_RMGD.float()).sum(-1)
+            weights_SRMG = (_diagonal_scores(query_RMGD, flat[0::2]) - lse_RMG).exp()
+            for weight_RMG, key_RMD, value_RMD in zip(weights_SRMG, flat[0::2], flat[1::2], strict=True):
+                grad_weight_RMG = (grad_fp32 * value_RMD[:, :, None].float()).sum(-1)
+                grad_score_RMG1 = (weight_RMG * (grad_weight_RMG - delta_RMG) * scale)[..., None]
+                grad_query_fp32 += grad_score_RMG1 * key_RMD[:, :, None].float()
+                flat_grads.append((grad_score_RMG1 * query_fp32).sum(2).to(key_RMD.dtype))
+                flat_grads.append((weight_RMG[..., None] * grad_fp32).sum(2).to(value_RMD.dtype))
+            grad_query_RMGD = grad_query_fp32.to(query_RMGD.dtype)
+        return grad_query_RMGD.flatten(1, 2), grad_key_TMD, grad_value_TMD, None, None, *flat_grads
 
 
-def _diagonal_scores(query_TMGD: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """Scaled scores [S, T, M, G] of each query with the later steps' keys at its own position, fp32."""
-    scale = query_TMGD.shape[-1] ** -0.5
-    query_fp32 = query_TMGD.float()
-    return torch.stack([(query_fp32 * key_TMD[:, :, None].float()).sum(-1) * scale for key_TMD in keys])
+def _spread(values_R: Tensor, rows_R: Tensor | None, num_tokens: int, fill: float = 0.0) -> Tensor:
+    """[T, ...]: the values at their positions, `fill` elsewhere."""
+    if rows_R is None:
+        return values_R
+    return values_R.new_full((num_tokens, *values_R.shape[1:]), fill).index_copy_(0, rows_R, values_R)
+
+
+def _diagonal_scores(query_RMGD: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """Scaled scores [S, R, M, G] of each query with the later steps' keys at its own position, fp32."""
+    scale = query_RMGD.shape[-1] ** -0.5
+    query_fp32 = query_RMGD.float()
+    return torch.stack([(query_fp32 * key_RMD[:, :, None].float()).sum(-1) * scale for key_RMD in keys])
 
 
 def _base_forward(query_TMGD: Tensor, key_TMD: Tensor, value_TMD: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Causal attention of each document with its log-sum-exp (fp32 [T, M, G])."""
-    out_TMGD = torch.empty(query_TMGD.shape, dtype=query_TMGD.dtype, device=query_TMGD.device)
+    out_TMGD = torch.empty_like(query_TMGD, memory_format=torch.contiguous_format)
     lse_TMG = torch.empty(query_TMGD.shape[:3], dtype=torch.float32, device=query_TMGD.device)
     for rows in _document_slices(lengths):
-        key_1MTD, value_1MTD = _heads_first(key_TMD[rows]), _heads_first(value_TMD[rows])
-        for member in range(query_TMGD.shape[2]):
-            query_1MTD = _heads_first(query_TMGD[rows, :, member])
-            out_1MTD, lse_1MT = _flash_forward(query_1MTD, key_1MTD, value_1MTD)
-            out_TMGD[rows, :, member] = out_1MTD[0].transpose(0, 1)
-            lse_TMG[rows, :, member] = lse_1MT[0].transpose(0, 1)
+        query_GMTD, key_GMTD, value_GMTD = _by_member(query_TMGD[rows], key_TMD[rows], value_TMD[rows])
+        out_GMTD, lse_GMT = _flash_forward(query_GMTD, key_GMTD, value_GMTD)
+        out_TMGD[rows] = out_GMTD.permute(2, 1, 0, 3)
+        lse_TMG[rows] = lse_GMT.permute(2, 1, 0)
     return out_TMGD, lse_TMG
 
 
@@ -112,55 +134,52 @@ def _base_backward(
     lengths: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the base part, from the merged output and log-sum-exp."""
-    grad_query_TMGD = torch.empty_like(query_TMGD)
+    grad_query_TMGD = torch.empty_like(query_TMGD, memory_format=torch.contiguous_format)
     grad_key_TMD, grad_value_TMD = torch.empty_like(key_TMD), torch.empty_like(value_TMD)
     for rows in _document_slices(lengths):
-        key_1MTD, value_1MTD = _heads_first(key_TMD[rows]), _heads_first(value_TMD[rows])
-        grad_key, grad_value = torch.zeros_like(key_1MTD, dtype=torch.float32), torch.zeros_like(value_1MTD, dtype=torch.float32)
-        for member in range(query_TMGD.shape[2]):
-            grad_q, grad_k, grad_v = _flash_backward(
-                _heads_first(grad_TMGD[rows, :, member]),
-                _heads_first(query_TMGD[rows, :, member]),
-                key_1MTD,
-                value_1MTD,
-                _heads_first(out_TMGD[rows, :, member]),
-                lse_TMG[rows, :, member].transpose(0, 1)[None].contiguous(),
-            )
-            grad_query_TMGD[rows, :, member] = grad_q[0].transpose(0, 1)
-            grad_key, grad_value = grad_key + grad_k.float(), grad_value + grad_v.float()
-        grad_key_TMD[rows] = grad_key[0].transpose(0, 1).to(key_TMD.dtype)
-        grad_value_TMD[rows] = grad_value[0].transpose(0, 1).to(value_TMD.dtype)
+        query_GMTD, key_GMTD, value_GMTD = _by_member(query_TMGD[rows], key_TMD[rows], value_TMD[rows])
+        grad_GMTD, out_GMTD = (tensor[rows].permute(2, 1, 0, 3).to(query_GMTD.dtype) for tensor in (grad_TMGD, out_TMGD))
+        lse_GMT = lse_TMG[rows].permute(2, 1, 0).contiguous()
+        grad_query, grad_key, grad_value = _flash_backward(grad_GMTD, query_GMTD, key_GMTD, value_GMTD, out_GMTD, lse_GMT)
+        grad_query_TMGD[rows] = grad_query.permute(2, 1, 0, 3).to(query_TMGD.dtype)
+        grad_key_TMD[rows] = grad_key.float().sum(0).transpose(0, 1).to(key_TMD.dtype)
+        grad_value_TMD[rows] = grad_value.float().sum(0).transpose(0, 1).to(value_TMD.dtype)
     return grad_query_TMGD, grad_key_TMD, grad_value_TMD
 
 
-def _flash_forward(query_1MTD: Tensor, key_1MTD: Tensor, value_1MTD: Tensor) -> tuple[Tensor, Tensor]:
+def _by_member(query_TMGD: Tensor, key_TMD: Tensor, value_TMD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[G, M, T, D] each, for the kernels: the members of a group are a batch, whose keys and values are one view without a copy.
+
+    On a CPU in fp32, whatever the dtype: its flash kernel takes twice as long in bf16.
+    """
+    dtype = torch.float32 if query_TMGD.device.type == "cpu" else query_TMGD.dtype
+    key_GMTD, value_GMTD = (tensor.to(dtype).transpose(0, 1).expand(query_TMGD.shape[2], -1, -1, -1) for tensor in (key_TMD, value_TMD))
+    return query_TMGD.to(dtype).permute(2, 1, 0, 3), key_GMTD, value_GMTD
+
+
+def _flash_forward(query_GMTD: Tensor, key_GMTD: Tensor, value_GMTD: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one causal document by the kernel that fits the device and dtype."""
     aten = torch.ops.aten
-    if query_1MTD.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(query_1MTD, key_1MTD, value_1MTD, 0.0, True)
+    if query_GMTD.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(query_GMTD, key_GMTD, value_GMTD, 0.0, True)
     # The memory-efficient kernel takes fp32 and bf16 alike; it wants contiguous heads-first tensors and pads lse to a multiple of 32.
-    out_1MTD, lse_1MT, _, _ = aten._scaled_dot_product_efficient_attention(query_1MTD, key_1MTD, value_1MTD, None, True, 0.0, True)
-    return out_1MTD, lse_1MT[..., : query_1MTD.shape[2]]
+    out_GMTD, lse_GMT, _, _ = aten._scaled_dot_product_efficient_attention(query_GMTD, key_GMTD, value_GMTD, None, True, 0.0, True)
+    return out_GMTD, lse_GMT[..., : query_GMTD.shape[2]]
 
 
 def _flash_backward(
-    grad_1MTD: Tensor, query_1MTD: Tensor, key_1MTD: Tensor, value_1MTD: Tensor, out_1MTD: Tensor, lse_1MT: Tensor
+    grad_GMTD: Tensor, query_GMTD: Tensor, key_GMTD: Tensor, value_GMTD: Tensor, out_GMTD: Tensor, lse_GMT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (query, key, value) of one causal document."""
     aten = torch.ops.aten
-    if query_1MTD.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_1MTD, query_1MTD, key_1MTD, value_1MTD, out_1MTD, lse_1MT, 0.0, True)
-    padded = torch.nn.functional.pad(lse_1MT, (0, -lse_1MT.shape[-1] % 32), value=float("inf"))
+    if query_GMTD.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_GMTD, query_GMTD, key_GMTD, value_GMTD, out_GMTD, lse_GMT, 0.0, True)
+    padded = torch.nn.functional.pad(lse_GMT, (0, -lse_GMT.shape[-1] % 32), value=float("inf"))
     no_dropout = torch.zeros((), dtype=torch.int64, device="cpu")
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad_1MTD, query_1MTD, key_1MTD, value_1MTD, None, out_1MTD, padded, no_dropout, no_dropout, 0.0, [True, True, True, False], True
+        grad_GMTD, query_GMTD, key_GMTD, value_GMTD, None, out_GMTD, padded, no_dropout, no_dropout, 0.0, [True, True, True, False], True
     )
     return grad_q, grad_k, grad_v
-
-
-def _heads_first(tensor_TMD: Tensor) -> Tensor:
-    """[T, M, D] -> [1, M, T, D]."""
-    return tensor_TMD.transpose(0, 1)[None]
 
 
 def _document_slices(lengths: Sequence[int]) -> list[slice]:

@@ -8,7 +8,7 @@ part of d student and d head and is dropped. Peak memory is one chunk of logits 
 a row is computed once and serves all K drafts that are judged against it. Drafts are judged against the target's distributions (`Teacher`) or against
 the tokens that came next (`Labels`).
 
-Shapes: K TTT steps, R teacher rows (C in a chunk), H draft hidden size, E target hidden size, V target vocabulary, W draft vocabulary.
+Shapes: K TTT steps, R teacher rows (C in a chunk, B in a block), H draft hidden size, E target hidden size, V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torch import Tensor
 
 LossKind = Literal["ce", "kl", "lk"]
 LK_ETA = 3.0
+# Logits of a chunk, and of a block of it that is in fp32 at a time: on a GPU the whole chunk.
 _CHUNK_ELEMENTS = 2**24
+_CPU_BLOCK_ELEMENTS = 2**19
 
 
 @dataclass(frozen=True)
@@ -108,20 +110,12 @@ class _Distillation(torch.autograd.Function):
         with torch.autocast(device.type, enabled=False):
             for start in range(0, num_rows, chunk_rows):
                 rows = slice(start, start + chunk_rows)
-                weight_KC = weight_KR[:, rows]
-                active_KC = weight_KC > 0
                 student_KCH = student_KRH[:, rows].to(compute_dtype)
-                if isinstance(teacher, Labels):
-                    is_inside_C = torch.ones_like(active_KC[0])
-                    logits_KCW = _product(student_KCH, head.T).float()
-                    chunk_loss, grad_logits_KCW, hits_KC = _label_loss_and_gradient(logits_KCW, teacher.label_KR[:, rows], weight_KC)
-                else:
-                    p_CW, argmax_C, is_inside_C = _teacher_distribution(teacher, rows, compute_dtype)
-                    logits_KCW = _product(student_KCH, head.T).float()
-                    chunk_loss, grad_logits_KCW, hits_KC = _loss_and_gradient(logits_KCW, p_CW, argmax_C, weight_KC * is_inside_C, kind)
+                logits_KCW = _product(student_KCH, head.T)
+                chunk_loss, chunk_counts_3K = _judge(logits_KCW, teacher, rows, weight_KR[:, rows], kind)
                 loss_sum += chunk_loss
-                counts_3K += torch.stack([(hits_KC & is_inside_C & active_KC).sum(1), active_KC.sum(1), (active_KC & ~is_inside_C).sum(1)])
-                grad_logits_KCW = grad_logits_KCW.to(compute_dtype)
+                counts_3K += chunk_counts_3K
+                grad_logits_KCW = logits_KCW  # what `_judge` made of them
                 grad_student_KRH[:, rows] = _product(grad_logits_KCW, head).to(grad_student_KRH.dtype)
                 if grad_head_WH is not None:
                     grad_head_WH += grad_logits_KCW.flatten(0, 1).T @ student_KCH.flatten(0, 1)
@@ -147,58 +141,85 @@ def _teacher_width(teacher: Teacher | Labels) -> int:
     return teacher.lm_head_VE.shape[0] if isinstance(teacher, Teacher) and teacher.drops_outside else 0
 
 
-def _teacher_distribution(teacher: Teacher, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(p_CW over the draft vocabulary, its argmax index in the draft vocabulary, whether the full argmax is inside it)."""
+def _judge(logits_KCW: Tensor, teacher: Teacher | Labels, rows: slice, weight_KC: Tensor, kind: LossKind) -> tuple[Tensor, Tensor]:
+    """Turns a chunk's logits into d loss / d logits, in place; returns the weighted loss sum and the counts [3, K]: hits, rows, rows outside.
+
+    Softmax and gradient are formed in fp32, a block of rows at a time: on a CPU one that stays in its cache, where the same passes over a whole
+    chunk take twice as long.
+    """
+    num_steps, num_rows, width = logits_KCW.shape
+    active_KC = weight_KC > 0
+    hits_KC = torch.zeros_like(active_KC)
+    is_inside_C = torch.ones_like(active_KC[0])
+    if isinstance(teacher, Teacher):
+        teacher_CW, is_inside_C = _teacher_logits(teacher, rows, logits_KCW.dtype)
+        weight_KC = weight_KC * is_inside_C
+    loss_sum = torch.zeros((), dtype=torch.float32, device=logits_KCW.device)
+    block_elements = _CPU_BLOCK_ELEMENTS if logits_KCW.device.type == "cpu" else _CHUNK_ELEMENTS
+    block_rows = max(1, block_elements // ((num_steps + 1) * width))
+    for start in range(0, num_rows, block_rows):
+        block = slice(start, start + block_rows)
+        logits_KBW, weight_KB = logits_KCW[:, block].float(), weight_KC[:, block]
+        if isinstance(teacher, Labels):
+            label_KB = teacher.label_KR[:, rows][:, block]
+            block_loss, grad_KBW, hits_KC[:, block] = _label_loss_and_gradient(logits_KBW, label_KB, weight_KB)
+        else:
+            block_loss, grad_KBW, hits_KC[:, block] = _loss_and_gradient(logits_KBW, teacher_CW[block].float(), weight_KB, kind)
+        loss_sum += block_loss
+        logits_KCW[:, block] = grad_KBW
+    return loss_sum, torch.stack([(hits_KC & is_inside_C & active_KC).sum(1), active_KC.sum(1), (active_KC & ~is_inside_C).sum(1)])
+
+
+def _teacher_logits(teacher: Teacher, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(the target's logits [C, W] over the draft vocabulary, whether its argmax is in there)."""
     last_CE = teacher.last_RE[rows].to(dtype)
     is_inside_C = torch.ones(last_CE.shape[0], dtype=torch.bool, device=last_CE.device)
     if teacher.draft_ids_W is None:
-        logits_CW = last_CE @ teacher.lm_head_VE.to(dtype).T
-    elif teacher.drops_outside:
-        logits_CV = last_CE @ teacher.lm_head_VE.to(dtype).T
-        logits_CW = logits_CV[:, teacher.draft_ids_W]
-        is_inside_C = torch.isin(logits_CV.argmax(-1), teacher.draft_ids_W, assume_unique=False)
-    else:
-        logits_CW = last_CE @ teacher.lm_head_VE[teacher.draft_ids_W].to(dtype).T
-    return logits_CW.float().softmax(-1), logits_CW.argmax(-1), is_inside_C
+        return last_CE @ teacher.lm_head_VE.to(dtype).T, is_inside_C
+    if not teacher.drops_outside:
+        return last_CE @ teacher.lm_head_VE[teacher.draft_ids_W].to(dtype).T, is_inside_C
+    logits_CV = last_CE @ teacher.lm_head_VE.to(dtype).T
+    return logits_CV[:, teacher.draft_ids_W], torch.isin(logits_CV.max(-1).indices, teacher.draft_ids_W)
 
 
-def _loss_and_gradient(logits_KCW: Tensor, p_CW: Tensor, argmax_C: Tensor, weight_KC: Tensor, kind: LossKind) -> tuple[Tensor, Tensor, Tensor]:
+def _loss_and_gradient(logits_KBW: Tensor, teacher_BW: Tensor, weight_KB: Tensor, kind: LossKind) -> tuple[Tensor, Tensor, Tensor]:
     """(weighted loss sum, d loss / d logits, whether the argmaxes agree)."""
-    q_KCW, log_sum_KC, best_KC = _softmax(logits_KCW)
-    hits_KC = best_KC == argmax_C
-    cross_KC = log_sum_KC - torch.einsum("kcw,cw->kc", logits_KCW, p_CW)
+    q_KBW, log_sum_KB, best_KB = _softmax(logits_KBW)
+    p_BW, teacher_log_sum_B, teacher_best_B = _softmax(teacher_BW)
+    hits_KB = best_KB == teacher_best_B
+    cross_KB = log_sum_KB - (logits_KBW * p_BW).sum(-1)
     if kind == "ce":
-        return (weight_KC * cross_KC).sum(), q_KCW.sub_(p_CW).mul_(weight_KC[..., None]), hits_KC
-    kl_KC = cross_KC - torch.special.entr(p_CW).sum(-1)
+        return (weight_KB * cross_KB).sum(), q_KBW.sub_(p_BW).mul_(weight_KB[..., None]), hits_KB
+    kl_KB = cross_KB - (teacher_log_sum_B - (teacher_BW * p_BW).sum(-1))
     if kind == "kl":
-        return (weight_KC * kl_KC).sum(), q_KCW.sub_(p_CW).mul_(weight_KC[..., None]), hits_KC
-    acceptance_KC = torch.minimum(q_KCW, p_CW).sum(-1)
-    mix_KC = torch.exp(-LK_ETA * acceptance_KC)
+        return (weight_KB * kl_KB).sum(), q_KBW.sub_(p_BW).mul_(weight_KB[..., None]), hits_KB
+    acceptance_KB = torch.minimum(q_KBW, p_BW).sum(-1)
+    mix_KB = torch.exp(-LK_ETA * acceptance_KB)
     # d acceptance / d logits = q * (m - E_q[m]) with m = 1 where q < p; TV = 1 - acceptance.
-    below_KCW = (q_KCW < p_CW).float()
-    grad_tv_KCW = q_KCW * ((q_KCW * below_KCW).sum(-1, keepdim=True) - below_KCW)
-    grad_KCW = mix_KC[..., None] * (q_KCW - p_CW) + (1 - mix_KC)[..., None] * grad_tv_KCW
-    loss_KC = mix_KC * kl_KC + (1 - mix_KC) * (1 - acceptance_KC)
-    return (weight_KC * loss_KC).sum(), grad_KCW * weight_KC[..., None], hits_KC
+    below_KBW = (q_KBW < p_BW).float()
+    grad_tv_KBW = q_KBW * ((q_KBW * below_KBW).sum(-1, keepdim=True) - below_KBW)
+    grad_KBW = mix_KB[..., None] * (q_KBW - p_BW) + (1 - mix_KB)[..., None] * grad_tv_KBW
+    loss_KB = mix_KB * kl_KB + (1 - mix_KB) * (1 - acceptance_KB)
+    return (weight_KB * loss_KB).sum(), grad_KBW * weight_KB[..., None], hits_KB
 
 
-def _label_loss_and_gradient(logits_KCW: Tensor, label_KC: Tensor, weight_KC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _label_loss_and_gradient(logits_KBW: Tensor, label_KB: Tensor, weight_KB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(weighted cross entropy of the labels, d loss / d logits = softmax - one-hot, whether the argmax is the label)."""
-    q_KCW, log_sum_KC, best_KC = _softmax(logits_KCW)
-    cross_KC = log_sum_KC - logits_KCW.gather(-1, label_KC[..., None])[..., 0]
-    grad_KCW = q_KCW.mul_(weight_KC[..., None])
-    grad_KCW.scatter_add_(-1, label_KC[..., None], -weight_KC[..., None])
-    return (weight_KC * cross_KC).sum(), grad_KCW, best_KC == label_KC
+    q_KBW, log_sum_KB, best_KB = _softmax(logits_KBW)
+    cross_KB = log_sum_KB - logits_KBW.gather(-1, label_KB[..., None])[..., 0]
+    grad_KBW = q_KBW.mul_(weight_KB[..., None])
+    grad_KBW.scatter_add_(-1, label_KB[..., None], -weight_KB[..., None])
+    return (weight_KB * cross_KB).sum(), grad_KBW, best_KB == label_KB
 
 
-def _softmax(logits_KCW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax(logits_KBW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(softmax, log of the sum of exponentials, argmax); on a CPU `torch.logsumexp` alone takes six times as long as the softmax.
 
     The largest probability is exp(largest logit - log sum), which gives the log sum.
     """
-    largest_KC, best_KC = logits_KCW.max(-1)
-    q_KCW = logits_KCW.softmax(-1)
-    return q_KCW, largest_KC - q_KCW.gather(-1, best_KC[..., None])[..., 0].log(), best_KC
+    largest_KB, best_KB = logits_KBW.max(-1)
+    q_KBW = logits_KBW.softmax(-1)
+    return q_KBW, largest_KB - q_KBW.gather(-1, best_KB[..., None])[..., 0].log(), best_KB
 
 
 def cosine_schedule(step: int, num_steps: int, num_warmup_steps: int, floor: float) -> float:

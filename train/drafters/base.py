@@ -12,12 +12,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from data.batch import DrafterBatch
@@ -114,6 +116,9 @@ class Drafter(nn.Module):
 
     The target's embedding, norm and head are held in `self.heads`, a plain object: they are frozen, never saved with the drafter, and never
     sharded or cast by an engine.
+
+    Attributes:
+        recomputes: whether the backward pass computes the layer's activations again (`train.recompute`).
     """
 
     config_class: ClassVar[type[DrafterConfig]]
@@ -130,6 +135,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.request = self.feature_request_of(config, target)
+        self.recomputes = False
         # A list hides the object from nn.Module's attribute tracking.
         self._frozen = [heads]
 
@@ -195,6 +201,12 @@ class Drafter(nn.Module):
     def feature_request(self) -> FeatureRequest:
         """The target states that this drafter reads."""
         return self.request
+
+    def recomputed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """function(*arguments), whose inside is computed again in the backward pass where `recomputes` is set, instead of being kept until then."""
+        if not self.recomputes:
+            return function(*arguments)
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     @abstractmethod
     def num_supervised(self, batch: DrafterBatch) -> int:

@@ -125,9 +125,8 @@ class Eagle1(Drafter):
     def forward(self, batch: DrafterBatch) -> LossOutput:
         """Sum over supervised positions of SmoothL1 (a mean over H) + token_weight * cross entropy with the target."""
         last_TH = _last(batch)
-        [hidden_TH] = self._rollout(batch, last_TH + self._noise_TH(batch), num_steps=1)
         is_supervised_T = batch.supervised(0)
-        student_RH = hidden_TH[is_supervised_T]
+        [student_RH] = self._rollout(batch, last_TH + self._noise_TH(batch), 1, is_supervised_T.nonzero()[:, 0])
         target_RH = last_TH[batch.teacher_rows(0)[is_supervised_T]]
         regression = nn.functional.smooth_l1_loss(student_RH.float(), target_RH.float(), reduction="none").mean(-1).sum()
         teacher = Teacher(last_RE=target_RH, lm_head_VE=self.heads.lm_head_VH, draft_ids_W=None, drops_outside=False)
@@ -155,18 +154,19 @@ class Eagle1(Drafter):
         uniform_TH = torch.rand(last_TH.shape, generator=generator, device=last_TH.device)
         return (2 * uniform_TH - 1) * self.config.noise
 
-    def _rollout(self, batch: DrafterBatch, last_TH: Tensor, num_steps: int) -> list[Tensor]:
-        """The predicted features, one [T, H] a draft; draft 0 reads target states, later ones the output before them."""
-        hidden_TH = last_TH
-        keys_and_values: list[tuple[Tensor, Tensor]] = []
-        outputs = []
-        for step in range(num_steps):
-            input_TH = self._input(batch.known_tokens(step), hidden_TH)
-            query_TND, key_TMD, value_TMD = self.layer.project(input_TH, batch.position_T + step)
-            keys_and_values.append((key_TMD, value_TMD))
-            attended_TND = ttt_attention(query_TND, *keys_and_values[0], keys_and_values[1:], batch.document_lengths)
-            hidden_TH = self.layer.finish(attended_TND, input_TH)
-            outputs.append(hidden_TH)
+    def _rollout(self, batch: DrafterBatch, last_TH: Tensor, num_steps: int, rows_R: Tensor) -> list[Tensor]:
+        """The predicted features at the given positions, one [R, H] a draft; draft 0 reads target states, later ones the output before them."""
+        input_TH = self.recomputed(self._input, batch.known_tokens(0), last_TH)
+        query_RND, key_TMD, value_TMD = self.recomputed(self.layer.project, input_TH, batch.position_T, rows_R)
+        attended_RND = ttt_attention(query_RND, key_TMD, value_TMD, [], batch.document_lengths, rows_R)
+        outputs = [self.recomputed(self.layer.finish, attended_RND, input_TH[rows_R])]
+        diagonals: list[tuple[Tensor, Tensor]] = []
+        for step in range(1, num_steps):
+            input_RH = self._input(batch.known_tokens(step)[rows_R], outputs[-1])
+            query_RND, *key_and_value = self.layer.project(input_RH, batch.position_T[rows_R] + step)
+            diagonals.append(tuple(key_and_value))
+            attended_RND = ttt_attention(query_RND, key_TMD, value_TMD, diagonals, batch.document_lengths, rows_R)
+            outputs.append(self.layer.finish(attended_RND, input_RH))
         return outputs
 
     def _input(self, token_ids_T: Tensor, hidden_TH: Tensor) -> Tensor:
@@ -178,7 +178,8 @@ class Eagle1(Drafter):
 
     @torch.no_grad()
     def teacher_forced_drafts(self, batch: DrafterBatch, num_drafts: int) -> Tensor:
-        return torch.stack([self._greedy(hidden_TH) for hidden_TH in self._rollout(batch, _last(batch), num_drafts)])
+        every_T = torch.arange(batch.num_tokens, device=batch.position_T.device)
+        return torch.stack([self._greedy(hidden_TH) for hidden_TH in self._rollout(batch, _last(batch), num_drafts, every_T)])
 
     def new_cache(self, num_sequences: int, capacity: int) -> DraftCache:
         return DraftCache(self.shape, num_sequences, capacity, like=self.fc.weight)

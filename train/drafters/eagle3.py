@@ -10,7 +10,8 @@ step is the cross entropy against the target's distribution at row i+1+s, weight
 
 Parameter names are those of the serving contract, section 3.
 
-Shapes: T packed tokens, K TTT steps, R teacher rows, X = A * H concatenated auxiliary states, H hidden size, W draft vocabulary, n new positions.
+Shapes: T packed tokens, P supervised positions, K TTT steps, R teacher rows, X = A * H concatenated auxiliary states, H hidden size, W draft
+vocabulary, n new positions.
 """
 
 from __future__ import annotations
@@ -170,11 +171,13 @@ class Eagle3(Drafter):
     # --- training -------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: DrafterBatch) -> LossOutput:
-        """Sum over steps and supervised positions of decay^s * loss, from one training-time-test rollout."""
+        """Sum over steps and supervised positions of decay^s * loss, from one training-time-test rollout of those positions."""
         num_steps = self.config.ttt_steps
         rows_R, weight_KR = self._teacher_rows(batch, num_steps)
-        outputs = self._rollout(batch, num_steps)
-        student_KRH = torch.stack([self.norm(hidden_TH[(rows_R - 1 - step).clamp(min=0)]) for step, hidden_TH in enumerate(outputs)])
+        rows_P = torch.stack([batch.supervised(step) for step in range(num_steps)]).any(0).nonzero()[:, 0]
+        place_T = torch.zeros_like(batch.position_T).index_copy_(0, rows_P, torch.arange(len(rows_P), device=rows_P.device))
+        outputs = self._rollout(batch, num_steps, rows_P)
+        student_KRH = torch.stack([self.norm(hidden_PH[place_T[(rows_R - 1 - step).clamp(min=0)]]) for step, hidden_PH in enumerate(outputs)])
         last_TH = batch.features.last_TH
         assert last_TH is not None, "EAGLE-3 asks for the last hidden state"
         teacher = Teacher(
@@ -201,22 +204,29 @@ class Eagle3(Drafter):
         rows_R = weight_KT.any(0).nonzero()[:, 0]
         return rows_R, weight_KT[:, rows_R]
 
-    def _rollout(self, batch: DrafterBatch, num_steps: int) -> list[Tensor]:
-        """The drafter's outputs before `norm`, one [T, H] a step."""
+    def _rollout(self, batch: DrafterBatch, num_steps: int, rows_P: Tensor) -> list[Tensor]:
+        """The drafter's outputs before `norm` at the given positions, one [P, H] a step.
+
+        Step 0 projects keys and values of all tokens, which later positions attend to; all else is computed at these positions only.
+        """
         aux_TX = batch.features.aux_TX
         assert aux_TX is not None, "EAGLE-3 asks for auxiliary states"
         hidden_TH = self.fc(aux_TX.to(self.fc.weight.dtype))
-        keys_and_values: list[tuple[Tensor, Tensor]] = []
-        outputs = []
-        for step in range(num_steps):
-            embed_TH = self._embed(batch.known_tokens(step))
-            input_T2H = self.midlayer.attention_input(embed_TH, hidden_TH)
-            query_TND, key_TMD, value_TMD = self.midlayer.project(input_T2H, batch.position_T + step)
-            keys_and_values.append((key_TMD, value_TMD))
-            attended_TND = ttt_attention(query_TND, *keys_and_values[0], keys_and_values[1:], batch.document_lengths)
-            hidden_TH = self.midlayer.finish(attended_TND, hidden_TH)
-            outputs.append(hidden_TH)
+        query_PND, key_TMD, value_TMD = self.recomputed(self._project, hidden_TH, batch.known_tokens(0), batch.position_T, rows_P)
+        attended_PND = ttt_attention(query_PND, key_TMD, value_TMD, [], batch.document_lengths, rows_P)
+        outputs = [self.recomputed(self.midlayer.finish, attended_PND, hidden_TH[rows_P])]
+        diagonals: list[tuple[Tensor, Tensor]] = []
+        for step in range(1, num_steps):
+            ids_P, position_P = batch.known_tokens(step)[rows_P], batch.position_T[rows_P] + step
+            query_PND, *key_and_value = self.recomputed(self._project, outputs[-1], ids_P, position_P)
+            diagonals.append(tuple(key_and_value))
+            attended_PND = ttt_attention(query_PND, key_TMD, value_TMD, diagonals, batch.document_lengths, rows_P)
+            outputs.append(self.recomputed(self.midlayer.finish, attended_PND, outputs[-1]))
         return outputs
+
+    def _project(self, hidden_TH: Tensor, token_ids_T: Tensor, position_T: Tensor, rows_P: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (at the given rows), keys and values of the layer."""
+        return self.midlayer.project(self.midlayer.attention_input(self._embed(token_ids_T), hidden_TH), position_T, rows_P)
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:
         return self.heads.embed_VH[token_ids_T].to(self.fc.weight.dtype)
@@ -225,7 +235,8 @@ class Eagle3(Drafter):
 
     @torch.no_grad()
     def teacher_forced_drafts(self, batch: DrafterBatch, num_drafts: int) -> Tensor:
-        return torch.stack([self._greedy(hidden_TH) for hidden_TH in self._rollout(batch, num_drafts)])
+        every_T = torch.arange(batch.num_tokens, device=batch.position_T.device)
+        return torch.stack([self._greedy(hidden_TH) for hidden_TH in self._rollout(batch, num_drafts, every_T)])
 
     def new_cache(self, num_sequences: int, capacity: int) -> DraftCache:
         return DraftCache(self.shape, num_sequences, capacity, like=self.fc.weight)
@@ -234,16 +245,15 @@ class Eagle3(Drafter):
     def read(self, cache: DraftCache, verified: VerifiedStates, num_drafts: int) -> Guess:
         assert verified.aux_BnX is not None, "EAGLE-3 asks for auxiliary states"
         hidden_BnH = self.fc(verified.aux_BnX.to(self.fc.weight.dtype))
-        input_Bn2H = self.midlayer.attention_input(self._embed(verified.next_ids_Bn), hidden_BnH)
-        query_BnND, key_BnMD, value_BnMD = self.midlayer.project(input_Bn2H, cache.verified_positions(hidden_BnH.shape[1]))
+        position_Bn = cache.verified_positions(hidden_BnH.shape[1])
+        query_BnND, key_BnMD, value_BnMD = self._project(hidden_BnH, verified.next_ids_Bn, position_Bn)
         # One layer: the earlier new positions only add keys, and drafting needs the output of the newest.
         attended_B1ND = cache.read(query_BnND, key_BnMD, value_BnMD, verified.num_new_B)
         return self._guess(self.midlayer.finish(attended_B1ND, verified.newest(hidden_BnH)))
 
     @torch.no_grad()
     def extend(self, cache: DraftCache, hidden_BnH: Tensor, token_ids_Bn: Tensor, sees_Bnm: Tensor) -> Guess:
-        input_Bn2H = self.midlayer.attention_input(self._embed(token_ids_Bn), hidden_BnH)
-        query_BnND, key_BnMD, value_BnMD = self.midlayer.project(input_Bn2H, cache.node_positions(hidden_BnH.shape[1]))
+        query_BnND, key_BnMD, value_BnMD = self._project(hidden_BnH, token_ids_Bn, cache.node_positions(hidden_BnH.shape[1]))
         return self._guess(self.midlayer.finish(cache.extend(query_BnND, key_BnMD, value_BnMD, sees_Bnm), hidden_BnH))
 
     def _guess(self, hidden_BnH: Tensor) -> Guess:

@@ -94,7 +94,7 @@ class RotaryTable:
         """Applies the rotary embedding at the given positions (any leading dimensions); keeps the dtype."""
         self._rotary.to(heads_TND.device)
         cos_1TD, sin_1TD = self._rotary(torch.empty((), dtype=torch.float32, device=heads_TND.device), position_T.reshape(1, -1))
-        cos_T1D, sin_T1D = (table_1TD.view(*position_T.shape, 1, -1) for table_1TD in (cos_1TD, sin_1TD))
+        cos_T1D, sin_T1D = (table_1TD.view(*position_T.shape, 1, table_1TD.shape[-1]) for table_1TD in (cos_1TD, sin_1TD))
         first, second = heads_TND.float().chunk(2, dim=-1)
         rotated_TND = torch.cat([-second, first], dim=-1)
         return (heads_TND * cos_T1D + rotated_TND * sin_T1D).to(heads_TND.dtype)
@@ -140,13 +140,14 @@ class LlamaLayer(nn.Module):
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
-    def project(self, input_TC: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, N, D], keys and values [T, M, D]; RoPE applied to queries and keys."""
+    def project(self, input_TC: Tensor, position_T: Tensor, rows_R: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, N, D], or [R, N, D] at the given rows only, keys and values [T, M, D]; RoPE applied to queries and keys."""
         head_dim = self.shape.head_dim
-        query_TND = self.self_attn.q_proj(input_TC).unflatten(-1, (-1, head_dim))
+        input_RC, position_R = (input_TC, position_T) if rows_R is None else (input_TC[rows_R], position_T[rows_R])
+        query_RND = self.self_attn.q_proj(input_RC).unflatten(-1, (-1, head_dim))
         key_TMD = self.self_attn.k_proj(input_TC).unflatten(-1, (-1, head_dim))
         value_TMD = self.self_attn.v_proj(input_TC).unflatten(-1, (-1, head_dim))
-        return self.rotary.rotate(query_TND, position_T), self.rotary.rotate(key_TMD, position_T), value_TMD
+        return self.rotary.rotate(query_RND, position_R), self.rotary.rotate(key_TMD, position_T), value_TMD
 
     def finish(self, attended_TND: Tensor, residual_TH: Tensor) -> Tensor:
         """residual + o_proj(attended), then + MLP of its norm; the residual stays in its own dtype."""

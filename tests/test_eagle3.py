@@ -285,6 +285,25 @@ def test_loss_and_every_gradient_equal_a_reference_with_full_masks_and_logits(tm
         torch.testing.assert_close(parameter.grad.double(), weights[name].grad, rtol=1e-4, atol=1e-5 * scale, msg=name)
 
 
+def test_recomputing_activations_changes_no_bit_and_keeps_fewer_of_them(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, some_vocabulary(), THETA, num_steps=3)
+    features = pair.target.features(torch.arange(40) % V, torch.ones(40).bool(), (25, 15), AUX_LAYERS, last=True)
+    losses, grads, num_kept = [], [], []
+    for recomputes in (False, True):
+        pair.drafter.recomputes = recomputes
+        pair.drafter.zero_grad()
+        kept: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, kept=kept: kept.setdefault(id(tensor), tensor.numel()) and tensor, lambda x: x):
+            loss = pair.drafter(drafter_batch(features)).loss_sum
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append([parameter.grad for parameter in pair.drafter.parameters()])
+        num_kept.append(sum(kept.values()))
+    assert torch.equal(losses[0], losses[1])
+    assert all(torch.equal(kept, recomputed) for kept, recomputed in zip(*grads, strict=True))
+    assert num_kept[1] < 0.6 * num_kept[0]
+
+
 def test_supervised_positions_are_counted_by_hand(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, None, THETA, num_steps=2)
     #            document 0: x0 x1 x2 x3 x4      document 1: x0 x1 x2

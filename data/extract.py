@@ -2,6 +2,9 @@
 
 Place in the flow: tokenised samples -> `extract` -> data/shards.py. Each process of a launch extracts every w-th shard; a shard that is whole on disk
 is never computed again, so an interrupted extraction goes on where it was.
+
+Nothing waits but for the forward: states are encoded on the target's device and copied to host memory behind it, and a thread writes one shard while
+the next is computed.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
-from pyarrow import compute
+from pyarrow import Table, compute
+from torch import Tensor
 
 from data.batch import Features
 from data.progress import Progress
@@ -31,13 +35,16 @@ from data.shards import (
     discard_if_damaged,
     finished_shard,
     remove_strangers,
+    stored_tensors,
     write_index,
     write_shard,
 )
 from data.target import Target
 
 _HEADER_FILE = "header.json"
+_IS_FINITE = "is_finite"
 _PACK_TOKENS = 4096
+_LENGTHS_AT_ONCE = 8192
 
 
 def extract(
@@ -61,7 +68,7 @@ def extract(
         rank, world_size: this process among those that share the work.
 
     Raises:
-        ValueError: if there is no document, the folder holds a store of something else, or the disk has too little room.
+        ValueError: if there is no document, the folder holds a store of something else, the disk has too little room, or a state is not finite.
     """
     lengths = document_lengths(samples)
     if not len(lengths):
@@ -72,29 +79,103 @@ def extract(
     for shard in shards[rank::world_size]:
         discard_if_damaged(folder, shard)
     missing = [shard for shard in shards if finished_shard(folder, shard) is None]
+    _check_room(folder, header, sum(shard.num_tokens for shard in missing), is_shown=rank == 0)
+    _mark_folder(folder, header)
     if missing:
         (folder / INDEX_FILE).unlink(missing_ok=True)  # of a store that was whole once: nobody may open it half replaced
-    _check_room(folder, header, sum(shard.num_tokens for shard in missing))
     mine = [shard for shard in shards[rank::world_size] if finished_shard(folder, shard) is None]
     progress = Progress("extract", "tokens", sum(shard.num_tokens for shard in mine), bytes_per_unit=header.bytes_per_token, is_shown=rank == 0)
-    # Writing overlaps with computing: one shard is written while the next is computed.
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="shard-writer") as writer:
-        written: Future[None] | None = None
+    with _ShardWriter(folder, header, samples, max((shard.num_tokens for shard in mine), default=0)) as writer:
         for shard in mine:
-            packs = []
-            for pack in _packs(target, samples, shard, lengths, header):
-                packs.append(pack)
+            for pack in shard_packs(target, samples, shard, lengths, header):
+                writer.add(pack)
                 progress.advance(len(pack.input_ids_T))
-            if written is not None:
-                written.result()
-            written = writer.submit(write_shard, folder, shard, packs)
-        if written is not None:
-            written.result()
+            writer.finish(shard)
     progress.close()
+
+
+class _ShardWriter:
+    """Host memory of two shards: one is written by a thread while the next fills up.
+
+    On a GPU the memory is pinned, so copies into it are queued behind the forward; only the writing thread waits for them.
+
+    Args:
+        folder: the store.
+        header: what it holds.
+        samples: name the document of an error.
+        max_tokens: of the largest shard.
+    """
+
+    def __init__(self, folder: Path, header: StoreHeader, samples: Dataset, max_tokens: int) -> None:
+        self._folder, self._header, self._samples, self._max_tokens = folder, header, samples, max_tokens
+        self._filling: dict[str, Tensor] = {}
+        self._resting: dict[str, Tensor] = {}
+        self._num_rows = 0
+        self._written: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shard-writer")
+
+    def __enter__(self) -> _ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown()
+        if self._written is not None and kind is None:
+            self._written.result()
+
+    def add(self, pack: Features) -> None:
+        """Appends a pack to the shard that fills up."""
+        tensors, is_finite_T = stored_tensors(pack, self._header)
+        end = self._num_rows + len(is_finite_T)
+        for name, tensor in {**tensors, _IS_FINITE: is_finite_T}.items():
+            if name not in self._filling:
+                shape = (self._max_tokens, *tensor.shape[1:])
+                self._filling[name] = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._filling[name][self._num_rows : end].copy_(tensor, non_blocking=True)
+        self._num_rows = end
+
+    def finish(self, shard: Shard) -> None:
+        """Hands the filled shard to the thread, as soon as the one before it is on disk.
+
+        Raises:
+            ValueError: if a state is not finite, or the disk does not take a shard.
+        """
+        assert self._num_rows == shard.num_tokens
+        copied = None
+        if torch.cuda.is_available():
+            copied = torch.cuda.Event()
+            copied.record()
+        if self._written is not None:
+            self._written.result()
+        tensors = {name: tensor[: self._num_rows] for name, tensor in self._filling.items()}
+        self._written = self._thread.submit(self._write, shard, tensors, copied)
+        self._filling, self._resting = self._resting, self._filling
+        self._num_rows = 0
+
+    def _write(self, shard: Shard, tensors: dict[str, Tensor], copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        is_finite_N = tensors.pop(_IS_FINITE)
+        if not is_finite_N.all():
+            raise ValueError(self._not_finite(shard, is_finite_N))
+        write_shard(self._folder, shard, tensors)
+
+    def _not_finite(self, shard: Shard, is_finite_N: Tensor) -> str:
+        """Which document it is and what to do."""
+        lengths = document_lengths(self._samples.select(range(shard.first, shard.end)))
+        first = int((~is_finite_N).nonzero()[0, 0])
+        inside = int(np.searchsorted(lengths.cumsum(), first, side="right"))
+        sample = self._samples[shard.first + inside]
+        name = f"conversation {sample['conversation_id']!r}" if "conversation_id" in sample else f"document {shard.first + inside}"
+        return (
+            f"the target's states of {name} are not finite from its token {first - int(lengths[:inside].sum())} on, so nobody could train on them: "
+            f"set --target.dtype float32 (it is {self._header.dtype}), or take that conversation out of the source"
+        )
 
 
 def is_served_by(folder: Path, header: StoreHeader) -> bool:
     """Whether the folder holds a finished store with at least these states of these documents: one store can serve several drafters.
+
+    Lossless states serve who asked for 8-bit ones, and a line says so; 8-bit states do not serve who asked for lossless ones.
 
     Raises:
         ValueError: if it holds a finished store that lacks states, or one of another target or other documents.
@@ -102,9 +183,16 @@ def is_served_by(folder: Path, header: StoreHeader) -> bool:
     if not (folder / INDEX_FILE).exists():
         return False
     store = FeatureStore.open(folder)
-    as_far_as_wanted = replace(header, aux_layers=store.header.aux_layers, has_last=store.header.has_last)
-    _check_folder(folder, as_far_as_wanted)
+    found = store.header
+    if header.storage == "lossless" and found.storage != "lossless":
+        raise ValueError(
+            f"{folder} holds {found.storage} states, but features.storage is lossless: set --features.storage {found.storage} to train on them, "
+            "or choose another --features.path to extract them again"
+        )
+    _check_folder(folder, replace(header, aux_layers=found.aux_layers, has_last=found.has_last, storage=found.storage))
     store.require(header.aux_layers, header.has_last)
+    if header.storage != found.storage:
+        print(f"{folder} holds {found.storage} states already: they are read instead of extracting {header.storage} ones", flush=True)
     return True
 
 
@@ -126,9 +214,10 @@ def finish_store(samples: Dataset, folder: Path, header: StoreHeader, shard_toke
 
 
 def document_lengths(samples: Dataset) -> np.ndarray:
-    """int64 tokens of each document, from Arrow's own offsets: the tokens are not read."""
-    table = samples.select_columns("input_ids").with_format("arrow")[:]
-    return compute.list_value_length(table["input_ids"]).to_numpy().astype(np.int64)
+    """int64 tokens of each document, from Arrow's own offsets."""
+    column = samples.select_columns("input_ids").with_format("arrow")
+    parts = [column[first : first + _LENGTHS_AT_ONCE]["input_ids"] for first in range(0, len(samples), _LENGTHS_AT_ONCE)]
+    return np.concatenate([np.zeros(0, np.int64), *(compute.list_value_length(part).to_numpy() for part in parts)]).astype(np.int64)
 
 
 def estimated_bytes(header: StoreHeader, num_tokens: int) -> int:
@@ -136,39 +225,32 @@ def estimated_bytes(header: StoreHeader, num_tokens: int) -> int:
     return header.bytes_per_token * num_tokens
 
 
-def _packs(target: Target, samples: Dataset, shard: Shard, lengths: np.ndarray, header: StoreHeader) -> Iterator[Features]:
-    """Features of a shard's documents, a few thousand tokens at a time, without padding."""
+def shard_packs(target: Target, samples: Dataset, shard: Shard, lengths: np.ndarray, header: StoreHeader) -> Iterator[Features]:
+    """Features of a shard's documents on the target's device, a few thousand tokens at a time, without padding."""
+    columns = samples.select_columns(["input_ids", "loss_mask"]).with_format("arrow")
     first = shard.first
     while first < shard.end:
         end, tokens = first, 0
         while end < shard.end and (end == first or tokens + lengths[end] <= _PACK_TOKENS):
             tokens += lengths[end]
             end += 1
-        chosen = samples[first:end]
-        features = target.features(
-            torch.tensor(_joined(chosen["input_ids"])),
-            torch.tensor(_joined(chosen["loss_mask"])),
-            lengths[first:end].tolist(),
-            header.aux_layers,
-            header.has_last,
-        )
-        yield features.to("cpu")
+        rows = columns[first:end]
+        ids_T, mask_T = _joined(rows, "input_ids").to(torch.int64), _joined(rows, "loss_mask").to(torch.bool)
+        yield target.features(ids_T, mask_T, lengths[first:end].tolist(), header.aux_layers, header.has_last)
         first = end
 
 
-def _joined(rows: Sequence[Sequence[int]]) -> list[int]:
-    return [value for row in rows for value in row]
+def _joined(rows: Table, name: str) -> Tensor:
+    """The lists of a column, end to end."""
+    return torch.tensor(rows[name].combine_chunks().flatten().to_numpy(zero_copy_only=False))
 
 
 def _check_folder(folder: Path, header: StoreHeader) -> None:
-    """Refuses a folder that holds something else; marks an empty one with what it will hold."""
+    """Refuses a folder that holds something else."""
     path = folder / _HEADER_FILE
-    wanted = json.loads(json.dumps(asdict(header)))
     if not path.exists():
-        partial = path.with_name(f"{path.name}.{os.getpid()}.{time.time_ns()}.partial")
-        partial.write_text(json.dumps(wanted))
-        partial.replace(path)
         return
+    wanted = json.loads(json.dumps(asdict(header)))
     try:
         found = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
@@ -179,10 +261,27 @@ def _check_folder(folder: Path, header: StoreHeader) -> None:
         raise ValueError(f"{folder} holds states of something else: {differences}; choose another --features.path or delete the folder")
 
 
-def _check_room(folder: Path, header: StoreHeader, num_tokens: int) -> None:
+def _mark_folder(folder: Path, header: StoreHeader) -> None:
+    """Says in an empty folder what it will hold."""
+    path = folder / _HEADER_FILE
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.{os.getpid()}.{time.time_ns()}.partial")
+        partial.write_text(json.dumps(asdict(header)))
+        partial.replace(path)
+
+
+def _check_room(folder: Path, header: StoreHeader, num_tokens: int, is_shown: bool) -> None:
+    """Says what will be written, and refuses what does not fit."""
     wanted, free = estimated_bytes(header, num_tokens), shutil.disk_usage(folder).free
     if wanted > free:
+        smaller = "" if header.storage == "int8" else "--features.storage int8, "
         raise ValueError(
             f"the hidden states take {wanted / 1e9:,.1f} GB ({header.bytes_per_token:,} bytes for each of {num_tokens:,} tokens), but {folder} has "
-            f"{free / 1e9:,.1f} GB free: set --features.mode online, point --features.path at a larger disk, or train on fewer conversations"
+            f"{free / 1e9:,.1f} GB free: set {smaller}--features.mode online, point --features.path at a larger disk, or train on fewer conversations"
+        )
+    if num_tokens and is_shown:
+        print(
+            f"extract: {num_tokens:,} tokens, {header.bytes_per_token:,} bytes each ({header.storage}): {wanted / 1e9:,.2f} GB to {folder}, "
+            f"which has {free / 1e9:,.1f} GB free",
+            flush=True,
         )

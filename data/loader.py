@@ -2,9 +2,17 @@
 
 Place in the flow: document lengths -> packs -> `Features` of this rank's packs of a step, read ahead of the trainer.
 
-Packs form one endless stream: epoch after epoch, each freshly shuffled by (seed, epoch) and packed whole documents at a time up to the token
-budget. Step n of a run takes packs n*P .. (n+1)*P-1, whatever the number of ranks: rank r of w takes every w-th of them. So the data position of a
-run is its step number, one process and many see the same global batches, and a resumed run goes on exactly.
+Documents are shuffled once, before their states are stored (`shuffled_once`). Every epoch then cuts that order into blocks of neighbours, takes the
+blocks in a fresh random order, a window of a few at a time, and shuffles the documents of a window: a disk is read in long runs, and what fits in one
+window is shuffled wholly. Online the same documents come in the same order.
+
+    stored     b0 b1 b2 b3 b4 b5            documents in an order shuffled once
+    epoch 0    {b4 b1 b5} {b0 b3 b2}        windows; documents shuffled within { }
+    epoch 1    {b2 b0 b4} {b5 b1 b3}
+
+Packs form one endless stream: epoch after epoch, each shuffled by (seed, epoch) and packed whole documents at a time up to the token budget. Step n
+of a run takes packs n*P .. (n+1)*P-1, whatever the number of ranks: rank r of w takes every w-th of them. So the data position of a run is its step
+number, one process and many see the same global batches, and a resumed run goes on exactly.
 
     stream   p0 p1 p2 p3 | p4 p5 p6 p7 | ...      P = 4 packs a step
     2 ranks  r0 r1 r0 r1 | r0 r1 r0 r1 | ...
@@ -13,8 +21,9 @@ run is its step number, one process and many see the same global batches, and a 
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +31,20 @@ import torch
 from datasets import Dataset
 
 from data.batch import Features
+from data.shards import cut_shards
 from data.target import Target
 
 _OPEN_PACKS = 64
+_WINDOW_BLOCKS = 8
+_PACKS_AHEAD = 8
+_NUM_READERS = 2
+# A store serves runs of any seed, so its order is of no run.
+_STORED_ORDER_SEED = 0
+
+
+def shuffled_once(samples: Dataset) -> Dataset:
+    """The samples in the order in which their states are stored: random, and always the same."""
+    return samples.select(np.random.default_rng(_STORED_ORDER_SEED).permutation(len(samples)))
 
 
 @dataclass(frozen=True)
@@ -36,12 +56,14 @@ class PackPlan:
         pack_tokens: most tokens of a pack (one micro-batch of one rank).
         packs_per_step: packs of a global step.
         seed: of the shuffles.
+        block_tokens: tokens of a block of documents that are neighbours on disk: about a shard, but the same for every store.
     """
 
     lengths: np.ndarray
     pack_tokens: int
     packs_per_step: int
     seed: int
+    block_tokens: int = 65536
 
     def __post_init__(self) -> None:
         if len(self.lengths) == 0:
@@ -52,9 +74,17 @@ class PackPlan:
                 "raise train.pack_tokens or lower data.max_length"
             )
 
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """int64: every document once, shuffled within windows of blocks that are in random order."""
+        rng = np.random.default_rng((self.seed, epoch))
+        blocks = cut_shards(self.lengths, self.block_tokens)
+        documents = [np.arange(blocks[index].first, blocks[index].end) for index in rng.permutation(len(blocks))]
+        windows = [np.concatenate(documents[first : first + _WINDOW_BLOCKS]) for first in range(0, len(documents), _WINDOW_BLOCKS)]
+        return np.concatenate([rng.permutation(window) for window in windows])
+
     def epoch_packs(self, epoch: int) -> list[list[int]]:
         """The packs of one epoch: every document once, first-fit over a bounded number of open packs."""
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.lengths))
+        order = self.epoch_order(epoch)
         closed: list[list[int]] = []
         open_packs: list[tuple[int, list[int]]] = []  # (free tokens, documents), oldest first
         for document in order.tolist():
@@ -130,27 +160,33 @@ def token_reader(samples: Dataset, target: Target | None, aux_layers: Sequence[i
 def load_steps(
     plan: PackPlan, read: Callable[[Sequence[int]], Features], first_step: int, rank: int, world_size: int, is_prefetched: bool
 ) -> Iterator[list[Features]]:
-    """This rank's packs of each step, read one step ahead in a thread where that helps.
+    """This rank's packs of each step, read ahead in threads where that helps.
 
     Args:
         plan: the stream.
         read: features of one pack of documents, from a store or from the online target.
         first_step: where a resumed run goes on.
         rank: this process among `world_size`.
-        is_prefetched: true for a store; an online target computes where the trainer does and gains nothing.
+        is_prefetched: true for a store, whose packs are read a few ahead, at least a step; an online target computes where the trainer does and
+            gains nothing.
     """
     check_divisible(plan.packs_per_step, world_size)
-    steps = plan.steps(first_step)
-
-    def read_step() -> list[Features]:
-        return [read(documents) for documents in next(steps)[rank::world_size]]
-
+    steps = (packs[rank::world_size] for packs in plan.steps(first_step))
     if not is_prefetched:
-        while True:
-            yield read_step()
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as executor:
-        following: Future[list[Features]] = executor.submit(read_step)
-        while True:
-            current = following.result()
-            following = executor.submit(read_step)
-            yield current
+        for packs in steps:
+            yield [read(documents) for documents in packs]
+    steps_ahead = max(1, _PACKS_AHEAD * world_size // plan.packs_per_step)
+    with ThreadPoolExecutor(1, "loader") as loader, ThreadPoolExecutor(_NUM_READERS, "reader") as readers:
+
+        def read_step() -> list[Features]:
+            return list(readers.map(read, next(steps)))
+
+        ahead = deque(loader.submit(read_step) for _ in range(steps_ahead))
+        try:
+            while True:
+                current = ahead.popleft().result()
+                ahead.append(loader.submit(read_step))
+                yield current
+        finally:
+            for step in ahead:
+                step.cancel()

@@ -4,14 +4,16 @@ Place in the flow: data/extract.py writes shards -> `FeatureStore.read` gives `F
 
 A store is a folder with one safetensors file a shard and `index.json`:
 
-    index.json                 schema version, target, layers, dtype, document lengths, and for each shard its documents, size and SHA-256
-    shard_00000.safetensors    input_ids int32 [N], loss_mask bool [N], aux_hidden_states [N, X], last_hidden_state [N, H]
+    index.json                 schema version, target, layers, storage, document lengths, and for each shard its documents, size and SHA-256
+    shard_00000.safetensors    input_ids int32 [N], loss_mask bool [N], aux_hidden_states [N, X], last_hidden_state [N, H]; where these are
+                               8-bit (data/storage.py), aux_scales and last_scales, bfloat16 [N, G]
     shard_00000.json           the shard's entry of the index; it appears after its file is whole on disk, so it marks the shard as done
 
-Documents lie end to end, in the order of the split. Only the states that were asked for are there. Shards are cut by a token budget from the lengths
-alone, so every process, and a run that goes on after a kill, cuts the same ones.
+Documents lie end to end, in the order of the samples, which data/loader.py has shuffled once, so that an epoch can read its shards nearly from
+beginning to end. Only the states that were asked for are there. Shards are cut by a token budget from the lengths alone, so every process, and a run
+that goes on after a kill, cuts the same ones.
 
-Shapes: N tokens of a shard, X = A * H concatenated auxiliary states, H hidden size.
+Shapes: N tokens of a shard, X = A * H concatenated auxiliary states, H hidden size, G groups of values of a token that share a scale.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,8 +35,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.batch import Features
+from data.storage import Storage, bytes_per_state, decode, encode, num_groups
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 INDEX_FILE = "index.json"
 _BLOCK_BYTES = 1 << 22
 
@@ -48,8 +51,9 @@ class StoreHeader:
         samples: fingerprint of the tokenised documents.
         aux_layers: HF hidden_states indices of the auxiliary states.
         has_last: whether the post-norm last hidden state is there.
-        dtype: of the states.
+        dtype: of the target's states, in which they are read again.
         hidden_size: H.
+        storage: how the states are stored.
         schema_version: of this layout.
     """
 
@@ -59,13 +63,14 @@ class StoreHeader:
     has_last: bool
     dtype: str
     hidden_size: int
+    storage: Storage
     schema_version: int = SCHEMA_VERSION
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that a token takes: states, id and mask."""
-        states = (len(self.aux_layers) + self.has_last) * self.hidden_size * getattr(torch, self.dtype).itemsize
-        return states + 4 + 1
+        num_states = len(self.aux_layers) + self.has_last
+        return num_states * bytes_per_state(self.storage, self.hidden_size, getattr(torch, self.dtype)) + 4 + 1
 
 
 @dataclass(frozen=True)
@@ -96,28 +101,34 @@ def cut_shards(lengths: Sequence[int] | np.ndarray, shard_tokens: int) -> list[S
     return shards
 
 
-def write_shard(folder: Path, shard: Shard, packs: Sequence[Features]) -> None:
+def stored_tensors(pack: Features, header: StoreHeader) -> tuple[dict[str, Tensor], Tensor]:
+    """What a shard holds of a pack, by name, on the pack's device; and bool [T], false where a token's states are not finite."""
+    tensors = {"input_ids": pack.input_ids_T.to(torch.int32), "loss_mask": pack.loss_mask_T}
+    is_finite_T = torch.ones_like(pack.loss_mask_T)
+    for name, scales_name, states in (("aux_hidden_states", "aux_scales", pack.aux_TX), ("last_hidden_state", "last_scales", pack.last_TH)):
+        if states is not None:
+            encoded = encode(states, header.storage, header.hidden_size)
+            tensors[name] = encoded.values_NX
+            if encoded.scales_NG is not None:
+                tensors[scales_name] = encoded.scales_NG
+            is_finite_T = is_finite_T & encoded.is_finite_N
+    return tensors, is_finite_T
+
+
+def write_shard(folder: Path, shard: Shard, tensors: Mapping[str, Tensor]) -> None:
     """Writes one shard and then its entry; a kill in between leaves no entry, and the shard is written again.
 
     Args:
         folder: the store.
         shard: from `cut_shards`.
-        packs: features of its documents, in order.
+        tensors: of `stored_tensors`, of all its documents in order, in CPU memory.
 
     Raises:
         ValueError: if the disk does not take it.
     """
-    tensors = {
-        "input_ids": torch.cat([pack.input_ids_T for pack in packs]).to(device="cpu", dtype=torch.int32),
-        "loss_mask": torch.cat([pack.loss_mask_T for pack in packs]).cpu(),
-    }
-    for name, parts in (("aux_hidden_states", [pack.aux_TX for pack in packs]), ("last_hidden_state", [pack.last_TH for pack in packs])):
-        present = [part for part in parts if part is not None]
-        if present:
-            tensors[name] = torch.cat(present).cpu().contiguous()
     partial = folder / f"{shard.name}.partial"
     try:
-        save_file(tensors, partial)
+        save_file(dict(tensors), partial)
     except (SafetensorError, OSError) as error:
         partial.unlink(missing_ok=True)
         raise ValueError(f"{folder / shard.name} cannot be written ({error}): make room, then run the recipe again; it goes on there") from error
@@ -241,32 +252,42 @@ class FeatureStore:
             ValueError: if a shard's file is damaged.
         """
         rows = [self._rows(document) for document in documents]
-        columns = self._columns(aux_layers)
+        wanted = self.header.aux_layers if aux_layers is None else tuple(aux_layers)
         return Features(
-            input_ids_T=torch.cat([self._slice(name, "input_ids", part) for name, part in rows]).to(torch.int64),
-            loss_mask_T=torch.cat([self._slice(name, "loss_mask", part) for name, part in rows]),
+            input_ids_T=self._gather(rows, "input_ids").to(torch.int64),
+            loss_mask_T=self._gather(rows, "loss_mask"),
             document_lengths=tuple(int(self.document_lengths[document]) for document in documents),
-            aux_TX=torch.cat([self._slice(name, "aux_hidden_states", part)[:, columns] for name, part in rows]) if columns is not None else None,
-            last_TH=torch.cat([self._slice(name, "last_hidden_state", part) for name, part in rows]) if last and self.header.has_last else None,
+            aux_TX=self._states(rows, "aux_hidden_states", "aux_scales", wanted) if wanted else None,
+            last_TH=self._states(rows, "last_hidden_state", "last_scales") if last and self.header.has_last else None,
         )
 
-    def _columns(self, aux_layers: Sequence[int] | None) -> slice | Tensor | None:
-        """The columns of the wanted layers; a plain slice where all are wanted."""
-        wanted = self.header.aux_layers if aux_layers is None else tuple(aux_layers)
-        if not wanted:
+    def _states(self, rows: Sequence[tuple[str, slice]], name: str, scales_name: str, layers: tuple[int, ...] | None = None) -> Tensor:
+        """[T, X] decoded states of some layers, or of all that the tensor holds."""
+        header = self.header
+        values_TX = self._gather(rows, name, self._columns(layers, header.hidden_size))
+        if header.storage == "lossless":
+            return values_TX
+        scales_TG = self._gather(rows, scales_name, self._columns(layers, num_groups(header.hidden_size)))
+        return decode(values_TX, scales_TG, header.hidden_size, getattr(torch, header.dtype))
+
+    def _columns(self, layers: tuple[int, ...] | None, width: int) -> Tensor | None:
+        """The columns of these auxiliary layers, of which each has `width`; None where all are wanted."""
+        if layers is None or layers == self.header.aux_layers:
             return None
-        if wanted == self.header.aux_layers:
-            return slice(None)
-        size = self.header.hidden_size
-        starts = [self.header.aux_layers.index(layer) * size for layer in wanted]
-        return torch.cat([torch.arange(start, start + size) for start in starts])
+        starts = [self.header.aux_layers.index(layer) * width for layer in layers]
+        return torch.cat([torch.arange(start, start + width) for start in starts])
 
     def _rows(self, document: int) -> tuple[str, slice]:
         shard = self.shards[int(np.searchsorted(self._shard_firsts, document, side="right")) - 1]
         start = int(self._offsets[document])
         return shard.name, slice(start, start + int(self.document_lengths[document]))
 
-    def _slice(self, shard_name: str, tensor_name: str, rows: slice) -> Tensor:
+    def _gather(self, rows: Sequence[tuple[str, slice]], name: str, columns: Tensor | None = None) -> Tensor:
+        """Rows of a tensor, copied out of the mapped files."""
+        parts = [self._mapped(shard_name, name, part) for shard_name, part in rows]
+        return torch.cat(parts if columns is None else [part[:, columns] for part in parts])
+
+    def _mapped(self, shard_name: str, tensor_name: str, rows: slice) -> Tensor:
         try:
             return self._open(shard_name).get_slice(tensor_name)[rows]
         except (SafetensorError, OSError) as error:

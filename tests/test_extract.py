@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from data.target import Target, TargetConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARD_TOKENS = 40
-HEADER = StoreHeader(target="t@1", samples="s", aux_layers=(2, 7), has_last=True, dtype="float32", hidden_size=32)
+HEADER = StoreHeader(target="t@1", samples="s", aux_layers=(2, 7), has_last=True, dtype="float32", hidden_size=32, storage="lossless")
 
 
 def make_samples() -> Dataset:
@@ -62,9 +63,9 @@ def finished(target: Target, samples: Dataset, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def complete(target: Target, samples: Dataset, folder: Path, shard_tokens: int = SHARD_TOKENS) -> None:
-    extract(target, samples, folder, header=HEADER, shard_tokens=shard_tokens)
-    finish_store(samples, folder, HEADER, shard_tokens)
+def complete(target: Target, samples: Dataset, folder: Path, shard_tokens: int = SHARD_TOKENS, header: StoreHeader = HEADER) -> None:
+    extract(target, samples, folder, header=header, shard_tokens=shard_tokens)
+    finish_store(samples, folder, header, shard_tokens)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -198,6 +199,7 @@ def test_another_cut_replaces_the_store_and_leaves_no_old_shard(target: Target, 
         (replace(HEADER, aux_layers=(1, 2)), r"aux_layers \[2, 7\] \(wanted \[1, 2\]\)"),
         (replace(HEADER, has_last=False), r"has_last True \(wanted False\)"),
         (replace(HEADER, dtype="bfloat16"), r"dtype float32 \(wanted bfloat16\)"),
+        (replace(HEADER, storage="int8"), r"storage lossless \(wanted int8\)"),
     ],
 )
 def test_a_folder_of_other_states_is_refused_and_left_alone(
@@ -223,11 +225,62 @@ def test_too_small_a_disk_is_refused_before_any_work(
     usage = namedtuple("usage", ["free"])
     monkeypatch.setattr(extract_module.shutil, "disk_usage", lambda folder: usage(389 * num_tokens - 1))
     count = tokens_computed(monkeypatch)
-    with pytest.raises(ValueError, match=rf"389 bytes for each of {num_tokens} tokens.* set --features.mode online, point --features.path"):
-        extract(target, samples, tmp_path, header=HEADER, shard_tokens=SHARD_TOKENS)
+    folder = tmp_path / "store"
+    with pytest.raises(ValueError, match=rf"389 bytes for each of {num_tokens} tokens.* set --features.storage int8, --features.mode online, point"):
+        extract(target, samples, folder, header=HEADER, shard_tokens=SHARD_TOKENS)
     assert count() == 0
+    extract(target, samples, folder, header=replace(HEADER, storage="int8"), shard_tokens=SHARD_TOKENS)
     monkeypatch.setattr(extract_module.shutil, "disk_usage", lambda folder: usage(0))
     extract(target, samples, finished, header=HEADER, shard_tokens=SHARD_TOKENS)  # nothing is missing, so no room is needed
+
+
+def test_what_will_be_written_is_said_first(target: Target, samples: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """107 bytes a token: 3 states of 32 values and a scale of 2 bytes each, 4 of the id, 1 of the mask."""
+    num_tokens = int(document_lengths(samples).sum())
+    extract(target, samples, tmp_path, header=replace(HEADER, storage="int8"), shard_tokens=SHARD_TOKENS)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"extract: {num_tokens} tokens, 107 bytes each \(int8\): 0.00 GB to {tmp_path}, which has [\d,.]+ GB free", first)
+    assert re.search(rf"extract: {num_tokens}/{num_tokens} tokens .*tokens/s .*MB/s .*min left", others[-1])
+
+
+def test_eight_bit_states_are_near_the_targets(target: Target, samples: Dataset, finished: Path, tmp_path: Path) -> None:
+    complete(target, samples, tmp_path, header=replace(HEADER, storage="int8"))
+    found, expected = FeatureStore.open(tmp_path), FeatureStore.open(finished)
+    found.verify()
+    for document in range(len(samples)):
+        for name in ("aux_TX", "last_TH"):
+            found_TX, expected_TX = (getattr(store.read([document]), name) for store in (found, expected))
+            assert found_TX.dtype == torch.float32
+            assert ((found_TX - expected_TX).norm(dim=1) <= 0.02 * expected_TX.norm(dim=1)).all(), (document, name)
+
+
+@pytest.mark.parametrize("storage", ["int8", "lossless"])
+def test_states_that_are_not_finite_are_refused_by_name(
+    target: Target, samples: Dataset, storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target overflows at the third token of the sixth document; the shards before its own stay."""
+    original = Target.features
+    wanted = samples[5]["input_ids"]
+
+    def overflowing(self: Target, input_ids_T: torch.Tensor, *rest: Any) -> Features:
+        features = original(self, input_ids_T, *rest)
+        ids = input_ids_T.tolist()
+        for first in range(len(ids) - len(wanted) + 1):
+            if ids[first : first + len(wanted)] == wanted:
+                assert features.aux_TX is not None
+                features.aux_TX[first + 2, 40] = float("inf")
+        return features
+
+    monkeypatch.setattr(Target, "features", overflowing)
+    header = replace(HEADER, storage=storage)
+    with pytest.raises(ValueError, match=r"states of document 5 are not finite from its token 2 on.* set --target.dtype float32 \(it is float32\)"):
+        extract(target, samples, tmp_path / "unnamed", header=header, shard_tokens=SHARD_TOKENS)
+    named = samples.add_column("conversation_id", [f"c{index}" for index in range(len(samples))])
+    with pytest.raises(ValueError, match=r"states of conversation 'c5' are not finite"):
+        extract(target, named, tmp_path / "named", header=header, shard_tokens=SHARD_TOKENS)
+    shards = cut_shards(document_lengths(samples), SHARD_TOKENS)
+    refused = next(index for index, shard in enumerate(shards) if shard.first <= 5 < shard.end)
+    assert sorted(path.name for path in (tmp_path / "named").glob("*.safetensors")) == [shard.name for shard in shards[:refused]]
 
 
 def test_no_document_is_a_clear_error(target: Target, samples: Dataset, tmp_path: Path) -> None:
@@ -251,6 +304,20 @@ def test_a_store_serves_a_drafter_that_wants_less_of_the_same(finished: Path, tm
         is_served_by(finished, replace(HEADER, aux_layers=(3,)))
     with pytest.raises(ValueError, match="holds states of something else: samples"):
         is_served_by(finished, replace(HEADER, samples="other"))
+
+
+def test_lossless_states_serve_who_wants_8_bits_aloud_and_not_the_reverse(
+    target: Target, samples: Dataset, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    int8 = replace(HEADER, storage="int8")
+    assert is_served_by(finished, replace(int8, aux_layers=(7,)))
+    assert capsys.readouterr().out == f"{finished} holds lossless states already: they are read instead of extracting int8 ones\n"
+    complete(target, samples, tmp_path, header=int8)
+    capsys.readouterr()
+    assert is_served_by(tmp_path, int8)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match=r"holds int8 states, but features.storage is lossless: set --features.storage int8 to train on them, or"):
+        is_served_by(tmp_path, HEADER)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,16 @@ from data.shards import (
     finished_shard,
     main,
     remove_strangers,
+    stored_tensors,
     write_index,
     write_shard,
 )
+from data.storage import Storage
 
 H = 4
+STORAGES: tuple[Storage, ...] = ("lossless", "int8")
 LENGTHS = [3, 5, 2, 6]
-HEADER = StoreHeader(target="t@1", samples="s", aux_layers=(1, 3), has_last=True, dtype="float32", hidden_size=H)
+HEADER = StoreHeader(target="t@1", samples="s", aux_layers=(1, 3), has_last=True, dtype="float32", hidden_size=H, storage="lossless")
 
 
 def document(index: int, has_aux: bool = True, has_last: bool = True) -> Features:
@@ -46,13 +49,20 @@ def document(index: int, has_aux: bool = True, has_last: bool = True) -> Feature
     )
 
 
+def joined(documents: list[Features], header: StoreHeader) -> dict[str, torch.Tensor]:
+    """The tensors of a shard of these documents."""
+    parts = [stored_tensors(part, header)[0] for part in documents]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
 def write_store(folder: Path, header: StoreHeader = HEADER) -> FeatureStore:
     """Four documents in two shards."""
     folder.mkdir()
     shards = cut_shards(LENGTHS, 8)
     entries = []
     for shard in shards:
-        write_shard(folder, shard, [document(index, bool(header.aux_layers), header.has_last) for index in range(shard.first, shard.end)])
+        documents = [document(index, bool(header.aux_layers), header.has_last) for index in range(shard.first, shard.end)]
+        write_shard(folder, shard, joined(documents, header))
         entry = finished_shard(folder, shard)
         assert entry is not None
         entries.append(entry)
@@ -106,10 +116,53 @@ def test_only_what_was_asked_for_is_stored(tmp_path: Path, aux_layers: tuple[int
     assert_same(store.read([3, 1]), [document(3, bool(aux_layers), has_last), document(1, bool(aux_layers), has_last)])
 
 
-def test_bytes_per_token_are_those_of_the_file(tmp_path: Path) -> None:
-    write_store(tmp_path / "store")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_bytes_per_token_are_those_of_the_file(tmp_path: Path, storage: Storage) -> None:
+    header = replace(HEADER, storage=storage)
+    write_store(tmp_path / "store", header)
     tensors = load_file(tmp_path / "store" / "shard_00000.safetensors")
-    assert HEADER.bytes_per_token * 8 == sum(tensor.nbytes for tensor in tensors.values())
+    assert header.bytes_per_token * 8 == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_eight_bits_take_at_most_55_hundredths_of_bfloat16() -> None:
+    header = replace(HEADER, aux_layers=(2, 16, 29), dtype="bfloat16", hidden_size=4096)
+    assert header.bytes_per_token == 4 * 2 * 4096 + 5
+    assert replace(header, storage="int8").bytes_per_token == 4 * (4096 + 4096 // 32 * 2) + 5 <= 0.55 * header.bytes_per_token
+
+
+def test_eight_bit_states_come_back_in_the_targets_dtype_and_the_same_at_every_reading(tmp_path: Path) -> None:
+    """Within half of a scale: the largest value of a group, here of a state, is 127 of them."""
+    store = write_store(tmp_path / "store", replace(HEADER, storage="int8"))
+    found, again = store.read([3, 0]), store.read([3, 0])
+    expected = [document(3), document(0)]
+    assert found.input_ids_T.tolist() == [*expected[0].input_ids_T.tolist(), *expected[1].input_ids_T.tolist()]
+    for name in ("aux_TX", "last_TH"):
+        states_TX = torch.cat([getattr(part, name) for part in expected])
+        found_TX = getattr(found, name)
+        assert found_TX.dtype == torch.float32 and torch.equal(found_TX, getattr(again, name))
+        largest_TX = states_TX.view(len(states_TX), -1, H).abs().amax(-1).repeat_interleave(H, 1)
+        assert ((found_TX - states_TX).abs() <= 1.01 * largest_TX / 254).all(), name
+
+
+@pytest.mark.parametrize("hidden_size", [4, 32, 40, 64, 80])
+def test_layers_of_an_eight_bit_store_can_be_read_alone(tmp_path: Path, hidden_size: int) -> None:
+    """Also where groups of 32 do not divide the hidden size."""
+    header = replace(HEADER, aux_layers=(1, 3, 6), has_last=False, hidden_size=hidden_size, storage="int8")
+    states_TX = torch.randn(8, 3 * hidden_size, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 1e3, 1e-3]).repeat_interleave(
+        hidden_size
+    )
+    pack = Features(torch.arange(8), torch.ones(8, dtype=torch.bool), (3, 5), states_TX, None)
+    (shard,) = cut_shards([3, 5], 8)
+    write_shard(tmp_path, shard, stored_tensors(pack, header)[0])
+    entry = finished_shard(tmp_path, shard)
+    assert entry is not None
+    write_index(tmp_path, header, [3, 5], [entry])
+    store = FeatureStore.open(tmp_path)
+    whole_TX = store.read([0, 1]).aux_TX
+    assert whole_TX is not None
+    torch.testing.assert_close(whole_TX.view(8, 3, -1)[:, 1], states_TX.view(8, 3, -1)[:, 1], rtol=0, atol=3e3 / 254 * 1.5)
+    for layers, columns in (((3,), slice(hidden_size, 2 * hidden_size)), ((3, 6), slice(hidden_size, 3 * hidden_size))):
+        assert torch.equal(store.read([0, 1], aux_layers=layers).aux_TX, whole_TX[:, columns])  # type: ignore[arg-type]
 
 
 def test_the_index_holds_the_checksum_of_each_shard(tmp_path: Path) -> None:
@@ -180,7 +233,7 @@ def test_another_schema_is_refused(tmp_path: Path) -> None:
     index = json.loads(path.read_text())
     index["header"]["schema_version"] = 99
     path.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="schema version 99, this code reads 1"):
+    with pytest.raises(ValueError, match="schema version 99, this code reads 2"):
         FeatureStore.open(tmp_path / "store")
 
 
@@ -211,7 +264,7 @@ def test_bfloat16_states_come_back_bit_for_bit(tmp_path: Path) -> None:
     length = len(states_TH)
     pack = Features(torch.zeros(length, dtype=torch.int64), torch.ones(length, dtype=torch.bool), (length,), None, states_TH)
     (shard,) = cut_shards([length], 8)
-    write_shard(tmp_path, shard, [pack])
+    write_shard(tmp_path, shard, stored_tensors(pack, header)[0])
     entry = finished_shard(tmp_path, shard)
     assert entry is not None
     write_index(tmp_path, header, [length], [entry])
@@ -260,7 +313,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_no_shard(tmp_path: Path, monk
     monkeypatch.setattr(shards_module, "save_file", full)
     (shard,) = cut_shards([3], 8)
     with pytest.raises(ValueError, match=r"shard_00000.safetensors cannot be written \(No space left.*\): make room, then run the recipe again"):
-        write_shard(tmp_path, shard, [document(0)])
+        write_shard(tmp_path, shard, stored_tensors(document(0), HEADER)[0])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from data.heldout import EvalConfig
 from data.prepare import DataConfig
+from data.storage import Storage
 from data.target import TargetConfig
 from train.drafters.base import DrafterConfig
 from train.optim import OptimConfig
@@ -45,11 +46,14 @@ class FeaturesConfig:
         mode: "offline" extracts them once to disk; "online" runs the target inside the training process and stores nothing.
         path: the store; None is <run>/features. A store can serve several runs.
         shard_tokens: tokens of a shard, the unit of resuming.
+        storage: "int8" stores states in 8 bits with a scale for each 32 values, in little more than half the bytes of bfloat16 (data/storage.py);
+            "lossless" stores them as the target computed them.
     """
 
     mode: Literal["offline", "online"] = "offline"
     path: Path | None = None
     shard_tokens: int = 65536
+    storage: Storage = "lossless"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class MetricsLog:
         self._path = config.run_dir / "metrics.jsonl"
         self._num_steps = num_steps
         self._log_every = config.train.log_every
+        self._batch_tokens = config.train.batch_tokens
         self._first_step = first_step
         self._started = time.monotonic()
         self._tokens = 0
@@ -71,6 +72,7 @@ class MetricsLog:
             "grad_norm": round(output.grad_norm, 6),
             "num_tokens": output.num_tokens,
             "supervised_share": round(output.num_supervised / max(1, output.num_tokens), 4),
+            "packing_share": round(output.num_tokens / self._batch_tokens, 4),
             "tokens_per_s": round(self._tokens / elapsed_s, 1),
             "wait_share": round(self._waited_s / elapsed_s, 4),
             **ratios(output.metrics),

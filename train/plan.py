@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from data.chat import ChatTokenizer, SampleError
 from data.conversations import read_conversations
 from data.extract import document_lengths
-from data.loader import PackPlan
+from data.loader import PackPlan, shuffled_once
 from data.report import DataReport
+from data.storage import Storage, bytes_per_state
 from data.target import Target, TargetHeads, load_tokenizer, stored_dtype, target_hf_config
 from data.vocab import DraftVocabulary
 from train.config import RunConfig
@@ -77,7 +78,7 @@ def make_plan(config: RunConfig) -> Plan:
         is_exact=is_exact,
         num_steps=num_steps,
         num_train_tokens=int(num_tokens * config.train.num_epochs * num_steps / steps),
-        store_bytes=num_tokens * _stored_bytes_per_token(target, request) if config.features.mode == "offline" else 0,
+        store_bytes=num_tokens * _stored_bytes_per_token(target, request, config.features.storage) if config.features.mode == "offline" else 0,
         checkpoint_bytes=(config.train.num_kept_checkpoints * 12 + 4) * num_trained,
         memory_bytes=_optimizer_bytes(config, num_trained)
         + 2 * num_frozen * (2 if is_bf16 else 4)  # rank 0 measures with a copy
@@ -125,7 +126,7 @@ def _document_lengths(config: RunConfig) -> tuple[np.ndarray, bool]:
     folder = config.run_dir / ("regenerated" if is_regenerated else "data")
     if folder.exists():
         loaded = load_from_disk(str(folder))
-        return document_lengths(loaded if isinstance(loaded, Dataset) else loaded["train"]), True
+        return document_lengths(shuffled_once(loaded if isinstance(loaded, Dataset) else loaded["train"])), True
     conversations = (item for source in config.data.sources for item in read_conversations(source, DataReport()))
     chat = ChatTokenizer(load_tokenizer(config.target))
     results = chat.tokenize(list(itertools.islice(conversations, _SAMPLE_CONVERSATIONS)), config.data.max_length)
@@ -141,9 +142,8 @@ def _document_lengths(config: RunConfig) -> tuple[np.ndarray, bool]:
     return np.resize(np.array(lengths, dtype=np.int64), num_documents if lengths else 0), False
 
 
-def _stored_bytes_per_token(target: PretrainedConfig, request: FeatureRequest) -> int:
-    item_bytes = stored_dtype(target).itemsize
-    return (len(request.aux_layers) + request.last) * target.hidden_size * item_bytes + 5
+def _stored_bytes_per_token(target: PretrainedConfig, request: FeatureRequest, storage: Storage) -> int:
+    return (len(request.aux_layers) + request.last) * bytes_per_state(storage, target.hidden_size, stored_dtype(target)) + 5
 
 
 def _optimizer_bytes(config: RunConfig, num_parameters: int) -> int:

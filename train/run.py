@@ -50,7 +50,7 @@ from checkpoints.resume import (
 )
 from data.batch import Features, drafter_batch
 from data.extract import document_lengths, extract, finish_store, is_served_by
-from data.loader import PackPlan, load_steps, token_reader
+from data.loader import PackPlan, load_steps, shuffled_once, token_reader
 from data.prepare import prepare
 from data.regenerate import regenerate
 from data.shards import INDEX_FILE, FeatureStore, StoreHeader
@@ -171,7 +171,7 @@ class Run:
         self.features_stage = self.samples_stage
         if features.mode == "online":
             return
-        inputs = {"samples": self.samples_stage.fingerprint, "request": to_json(self.request)}
+        inputs = {"samples": self.samples_stage.fingerprint, "request": to_json(self.request), "storage": features.storage}
         self.features_stage = Stage("extract", inputs, self.config.features_dir / INDEX_FILE)
 
         def work() -> None:
@@ -183,6 +183,7 @@ class Run:
                 has_last=self.request.last,
                 dtype=str(target.dtype).removeprefix("torch."),
                 hidden_size=target.hidden_size,
+                storage=features.storage,
             )
             if features.path is not None and is_served_by(folder, header):
                 return
@@ -517,6 +518,6 @@ class Run:
         return load_from_disk(str(self.run_dir / "data"))[name]
 
     def _samples(self) -> Dataset:
-        """The documents to train on."""
+        """The documents to train on, in the order in which they are stored."""
         loaded = load_from_disk(str(self.samples_dir))
-        return loaded if isinstance(loaded, Dataset) else loaded["train"]
+        return shuffled_once(loaded if isinstance(loaded, Dataset) else loaded["train"])

@@ -469,7 +469,7 @@ def test_top_two_gap_is_that_of_the_step_which_chose_the_token(target: Target) -
 def test_losslessness_is_checked_against_given_answers(target: Target) -> None:
     answers = [plain(target, prompt, 8).token_ids for prompt in PROMPTS[:2]]
     trajectories = [Trajectory(tuple(prompt), tokens, ()) for prompt, tokens in zip(PROMPTS, answers, strict=False)]
-    method = Scripted([[]], [0], 2)
+    method = Scripted([[], []], [0], 2)
     assert check_lossless(target, method, trajectories, 8, ()) == {
         "dtype": "float32",
         "num_outputs": 2,

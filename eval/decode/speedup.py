@@ -25,6 +25,7 @@ from eval.decode.verify import Greedy
 # argmaxes. Logits of language models reach about 20 to 30, where bfloat16 has a spacing of 0.125 and float16 of 0.016; the
 # rounding of the hidden states adds several such spacings.
 _NEAR_TIE_GAP = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.75}
+_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Speedup:
 def measure_speedup(
     target: Target, method: Method, prompts: Sequence[Sequence[int]], max_new_tokens: int, end_ids: Collection[int], num_rounds: int = 2
 ) -> Speedup:
-    """Decodes every prompt plainly and speculatively `num_rounds` times each, alternating, after a warm-up on the first prompt.
+    """Decodes every prompt plainly and speculatively `num_rounds` times each, alternating, after a few tokens to warm up.
 
     Raises:
         ValueError: if there is no prompt, or the two outputs of a prompt differ where the target's two best logits are no near
@@ -87,7 +88,7 @@ def measure_speedup(
     timed: dict[str, list[Decoded]] = {"plain": [], "method": []}
     ways: dict[str, Method] = {"plain": Plain(), "method": method}
     for way in ways.values():
-        decode(target, way, prompts[:1], Greedy(), max_new_tokens, end_ids)
+        decode(target, way, prompts[:1], Greedy(), min(max_new_tokens, _WARM_UP_TOKENS), end_ids)
     for prompt in prompts:
         for _ in range(num_rounds):
             for name, way in ways.items():
@@ -124,7 +125,7 @@ def _summary(
 def check_lossless(
     target: Target, method: Method, trajectories: Sequence[Trajectory], max_new_tokens: int, end_ids: Collection[int]
 ) -> dict[str, Any]:
-    """Decodes prompts speculatively and compares with the answers that the target gave without a drafter, in the same dtype.
+    """Decodes prompts speculatively, as one batch, and compares with the answers that the target gave without a drafter, in the same dtype.
 
     Returns:
         dtype, num_outputs, num_identical_outputs, num_near_ties (the outputs that differ, each first at a near tie).
@@ -132,10 +133,11 @@ def check_lossless(
     Raises:
         ValueError: if an output differs where the target's two best logits are no near tie.
     """
-    gaps = []
-    for index, trajectory in enumerate(trajectories):
-        decoded = decode(target, method, [trajectory.prompt_ids], Greedy(), max_new_tokens, end_ids)
-        gaps.append(difference_gap(target, index, trajectory.prompt_ids, trajectory.answer_ids, decoded.answers[0].token_ids))
+    decoded = decode(target, method, [trajectory.prompt_ids for trajectory in trajectories], Greedy(), max_new_tokens, end_ids)
+    gaps = [
+        difference_gap(target, index, trajectory.prompt_ids, trajectory.answer_ids, answer.token_ids)
+        for index, (trajectory, answer) in enumerate(zip(trajectories, decoded.answers, strict=True))
+    ]
     return {
         "dtype": str(target.dtype).removeprefix("torch."),
         "num_outputs": len(gaps),

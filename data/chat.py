@@ -1,7 +1,7 @@
 """Conversations to token ids with a loss mask: what the target would see in an engine, and which of it the assistant wrote.
 
-Place in the flow: `Conversation` -> `TokenizedSample` -> data/prepare.py. The tokenizer's own chat template renders the text. The
-mask covers each of the assistant's turns with its end token, found in one of two ways:
+Place in the flow: `Conversation` -> `TokenizedSample` -> data/prepare.py. The tokenizer's own chat template renders the text,
+data/encode.py makes ids of it. The mask covers each of the assistant's turns with its end token, found in one of two ways:
 
     {% generation %} tags   where the template has them, they say it
     render boundaries       else turn i begins where the render of the turns before it, with the generation prompt, ends;
@@ -13,37 +13,43 @@ between the generation prompt and the words (Qwen3's empty thinking block) is no
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
+import numpy.typing as npt
 
 from data.conversations import Conversation, Turn
+from data.encode import IntArray, TextEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _GENERATION_TAG = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 
 Message = dict[str, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenizedSample:
     """One conversation as the drafter's target sees it.
 
     Attributes:
         conversation_id: of the record.
-        input_ids: at most max_length tokens.
+        input_ids: at most max_length tokens, int32.
         loss_mask: true where the token belongs to an assistant turn, its end token included.
-        prompt_ids: system and first user turn with the generation prompt: what an engine is sent.
+        prompt_ids: system and first user turn with the generation prompt: what an engine is sent; int32.
         num_lost_tokens: tokens beyond max_length.
     """
 
     conversation_id: str
-    input_ids: list[int]
-    loss_mask: list[bool]
-    prompt_ids: list[int]
+    input_ids: IntArray
+    loss_mask: npt.NDArray[np.bool_]
+    prompt_ids: IntArray
     num_lost_tokens: int = 0
 
 
@@ -85,18 +91,27 @@ class NoSupervisedTokensError(SampleError):
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A conversation as text; spans are (first character, first character of the end token) of each assistant turn."""
+    """A conversation as text; spans are (first character, first character of the end token) of each assistant turn.
+
+    The text begins with `prompt`: the turns before the first answer, with the generation prompt.
+    """
 
     text: str
+    prompt: str
     spans: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class _Masked:
-    """Token ids with the assistant's turns as (first token, one past the end token)."""
+    """Token ids with the assistant's turns as (first token, one past the end token).
 
-    ids: list[int]
+    `is_checked`: whether the turns' tokens are known to decode to the words. `prompt_ids` is None where it is still to be found.
+    """
+
+    ids: IntArray
     runs: list[tuple[int, int]]
+    is_checked: bool = False
+    prompt_ids: IntArray | None = None
 
 
 class ChatTokenizer:
@@ -124,6 +139,7 @@ class ChatTokenizer:
         alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
         self._special = re.compile(alternatives)
         self._turn_end = re.compile(rf"\s*({alternatives})")
+        self._encoder = TextEncoder(tokenizer)
         self._has_generation_tags = bool(_GENERATION_TAG.search(str(tokenizer.get_chat_template())))
 
     def tokenize(self, conversations: Sequence[Conversation], max_length: int) -> list[TokenizedSample | SampleError]:
@@ -133,16 +149,14 @@ class ChatTokenizer:
             conversations: any number; a few hundred make good use of the tokenizer's threads.
             max_length: most tokens of a sample.
         """
-        masked: list[_Masked | SampleError] = []
         if self._has_generation_tags:
             masked = [self._attempt(self._mask_by_tags, conversation) for conversation in conversations]
         else:
-            masked = self._mask_by_boundaries([self._attempt(self._render_turns, conversation) for conversation in conversations])
-        prompts = self._prompts(conversations, masked)
-        masked = self._check_words(conversations, masked)
+            masked = self._mask_by_boundaries(self._render_turns(conversations))
+        masked = self._check_words(conversations, self._with_prompts(conversations, masked))
         return [
-            item if isinstance(item, SampleError) else _attempt_sample(conversation, item, prompt, max_length)
-            for conversation, item, prompt in zip(conversations, masked, prompts, strict=True)
+            item if isinstance(item, SampleError) else _attempt_sample(conversation, item, max_length)
+            for conversation, item in zip(conversations, masked, strict=True)
         ]
 
     def prompt(self, conversation_id: str, turns: Sequence[Turn]) -> list[int]:
@@ -154,7 +168,8 @@ class ChatTokenizer:
         """
         self._refuse_special(conversation_id, turns)
         text = self._render(conversation_id, [{"role": turn.role, "content": turn.content} for turn in turns], True)
-        return list(self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
+        (encoded,) = self._encoder.encode([text])
+        return encoded.ids.tolist()
 
     # --- rendering ------------------------------------------------------------------------------------------------------
 
@@ -180,16 +195,52 @@ class ChatTokenizer:
             ) from error
         return str(rendered)
 
-    def _render_turns(self, conversation: Conversation) -> _Rendered:
-        """The whole conversation and where the assistant's turns are in it.
+    def _render_all(self, requests: Sequence[tuple[str, list[Message]]], generation_prompt: bool) -> list[str | SampleError]:
+        """Renders of (conversation id, messages): in one call, which costs less; one by one where the template refuses any of them."""
+        if not requests:
+            return []
+        batch = [messages for _, messages in requests]
+        try:
+            return list(self.tokenizer.apply_chat_template(batch, tokenize=False, add_generation_prompt=generation_prompt))
+        except Exception:
+            return [self._attempt_render(name, messages, generation_prompt) for name, messages in requests]
+
+    def _attempt_render(self, conversation_id: str, messages: list[Message], generation_prompt: bool) -> str | SampleError:
+        try:
+            return self._render(conversation_id, messages, generation_prompt)
+        except SampleError as error:
+            return error
+
+    def _render_turns(self, conversations: Sequence[Conversation]) -> list[_Rendered | SampleError]:
+        """The whole conversations and where the assistant's turns are in them, or why they cannot be had."""
+        allowed = [self._attempt(_messages, conversation) for conversation in conversations]
+        whole = [(conversation.id, item) for conversation, item in zip(conversations, allowed, strict=True) if isinstance(item, list)]
+        befores = [(name, messages[:index]) for name, messages in whole for index in _answers(messages)]
+        texts = iter(self._render_all(whole, False))
+        prompts = iter(self._render_all(befores, True))
+        rendered: list[_Rendered | SampleError] = []
+        for conversation, item in zip(conversations, allowed, strict=True):
+            if isinstance(item, SampleError):
+                rendered.append(item)
+                continue
+            parts = [next(texts), *itertools.islice(prompts, len(_answers(item)))]
+            refused = next((part for part in parts if isinstance(part, SampleError)), None)
+            rendered.append(refused or self._attempt_spans(conversation, [str(part) for part in parts]))
+        return rendered
+
+    def _attempt_spans(self, conversation: Conversation, parts: list[str]) -> _Rendered | SampleError:
+        try:
+            return self._spans(conversation, parts[0], parts[1:])
+        except SampleError as error:
+            return error
+
+    def _spans(self, conversation: Conversation, text: str, prompts: list[str]) -> _Rendered:
+        """Finds each assistant turn in the text; `prompts` are the renders of the turns before each.
 
         Raises:
             UnstableTemplateError: if a turn cannot be found where its generation prompt puts it.
         """
-        messages = _messages(conversation)
-        text = self._render(conversation.id, messages, False)
         assistant = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
-        prompts = [self._render(conversation.id, messages[:index], True) for index in assistant]
         spans = []
         for number, (index, prompt) in enumerate(zip(assistant, prompts, strict=True)):
             where = f"conversation {conversation.id}, turn {index}"
@@ -197,7 +248,7 @@ class ChatTokenizer:
                 raise UnstableTemplateError(f"{where}: the render of the turns before it is not how the whole render begins")
             limit = len(prompts[number + 1]) if number + 1 < len(prompts) else len(text)
             spans.append(self._find_turn(text, len(prompt), limit, conversation.turns[index].content, where))
-        return _Rendered(text, spans)
+        return _Rendered(text, prompts[0], spans)
 
     def _find_turn(self, text: str, start: int, limit: int, content: str, where: str) -> tuple[int, int]:
         """Where `content` stands with a special token after it, in text[start:limit]."""
@@ -214,24 +265,21 @@ class ChatTokenizer:
     # --- masks ----------------------------------------------------------------------------------------------------------
 
     def _mask_by_boundaries(self, rendered: list[_Rendered | SampleError]) -> list[_Masked | SampleError]:
-        texts = [item.text for item in rendered if isinstance(item, _Rendered)]
-        if not texts:
-            return [item for item in rendered if isinstance(item, SampleError)]
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = iter(self._encoder.encode([item.text for item in rendered if isinstance(item, _Rendered)]))
         masked: list[_Masked | SampleError] = []
-        row = 0
         for item in rendered:
             if isinstance(item, SampleError):
                 masked.append(item)
                 continue
+            text = next(encoded)
             runs = []
             for begin, end in item.spans:
                 # A normalizer may drop a character; the end token never.
-                first = next(token for char in range(begin, end + 1) if (token := encoded.char_to_token(row, char)) is not None)
-                last = encoded.char_to_token(row, end)
+                first = next(token for char in range(begin, end + 1) if (token := text.token_at(char)) is not None)
+                last = text.token_at(end)
                 runs.append((first, first if last is None else last + 1))
-            masked.append(_Masked(encoded["input_ids"][row], runs))
-            row += 1
+            # Of a lossless encoding nothing need be decoded: the words were found in the text.
+            masked.append(_Masked(text.ids, runs, text.is_lossless, text.prefix(len(item.prompt))))
         return masked
 
     def _mask_by_tags(self, conversation: Conversation) -> _Masked:
@@ -253,13 +301,14 @@ class ChatTokenizer:
             # White space that the tags hold after the end token is the template's, not the assistant's.
             last = next((index for index in range(end - 1, begin - 1, -1) if ids[index] in self._special_ids), end - 1)
             runs.append((begin, end if str(self.tokenizer.decode(ids[last + 1 : end])).strip() else last + 1))
-        return _Masked(ids, runs)
+        return _Masked(np.array(ids, np.int32), runs)
 
     def _check_words(
         self, conversations: Sequence[Conversation], masked: list[_Masked | SampleError]
     ) -> list[_Masked | SampleError]:
         """The same list with an error where the masked tokens are not the assistant's words and an end token."""
-        segments = [item.ids[begin : end - 1] for item in masked if isinstance(item, _Masked) for begin, end in item.runs]
+        unchecked = [item for item in masked if isinstance(item, _Masked) and not item.is_checked]
+        segments = [item.ids[begin : end - 1].tolist() for item in unchecked for begin, end in item.runs]
         decoded = iter(
             self.tokenizer.batch_decode(segments, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             if segments
@@ -267,11 +316,10 @@ class ChatTokenizer:
         )
         checked: list[_Masked | SampleError] = []
         for conversation, item in zip(conversations, masked, strict=True):
-            if isinstance(item, _Masked):
-                found = [next(decoded) for _ in item.runs]
-                checked.append(self._words_problem(conversation, item, found) or item)
-            else:
+            if isinstance(item, SampleError) or item.is_checked:
                 checked.append(item)
+            else:
+                checked.append(self._words_problem(conversation, item, [next(decoded) for _ in item.runs]) or item)
         return checked
 
     def _words_problem(self, conversation: Conversation, masked: _Masked, found: list[str]) -> SampleError | None:
@@ -281,41 +329,38 @@ class ChatTokenizer:
             return UnstableTemplateError(f"conversation {conversation.id}: {message}")
         for number, (words, expected, (begin, end)) in enumerate(zip(found, wanted, masked.runs, strict=True)):
             where = f"conversation {conversation.id}, assistant turn {number}"
-            if end <= begin or masked.ids[end - 1] not in self._special_ids:
+            if end <= begin or int(masked.ids[end - 1]) not in self._special_ids:
                 return WordsLostError(f"{where}: the supervised tokens do not end with a special token")
             if words != expected and _bare(words) != _bare(expected):
                 return WordsLostError(f"{where}: {_difference(_bare(words), _bare(expected))}")
         return None
 
-    def _prompts(self, conversations: Sequence[Conversation], masked: list[_Masked | SampleError]) -> list[list[int]]:
-        """Prompt ids of each conversation; empty, and the error put into `masked`, where there are none."""
-        texts = []
-        for index, (conversation, item) in enumerate(zip(conversations, masked, strict=True)):
-            texts.append("")
+    def _with_prompts(self, conversations: Sequence[Conversation], masked: list[_Masked | SampleError]) -> list[_Masked | SampleError]:
+        """The same list with every prompt's ids, or an error where the template refuses the prompt."""
+        missing = [index for index, item in enumerate(masked) if isinstance(item, _Masked) and item.prompt_ids is None]
+        requests = [(conversations[index].id, _messages(conversations[index])) for index in missing]
+        texts = self._render_all([(name, messages[: _answers(messages)[0]]) for name, messages in requests], True)
+        encoded = iter(self._encoder.encode([text for text in texts if isinstance(text, str)]))
+        completed = list(masked)
+        for index, text in zip(missing, texts, strict=True):
+            item = masked[index]
             if isinstance(item, _Masked):
-                first = next(index for index, turn in enumerate(conversation.turns) if turn.role == "assistant")
-                try:
-                    texts[-1] = self._render(conversation.id, _messages(conversation)[:first], True)
-                except SampleError as error:
-                    masked[index] = error
-        if not texts:
-            return []
-        return list(self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
+                completed[index] = text if isinstance(text, SampleError) else replace(item, prompt_ids=next(encoded).ids)
+        return completed
 
 
-def _attempt_sample(
-    conversation: Conversation, masked: _Masked, prompt: list[int], max_length: int
-) -> TokenizedSample | SampleError:
-    mask = [False] * len(masked.ids)
+def _attempt_sample(conversation: Conversation, masked: _Masked, max_length: int) -> TokenizedSample | SampleError:
+    assert masked.prompt_ids is not None
+    mask = np.zeros(len(masked.ids), np.bool_)
     for begin, end in masked.runs:
-        mask[begin:end] = [True] * (end - begin)
-    if not any(mask[:max_length]):
+        mask[begin:end] = True
+    if not mask[:max_length].any():
         first = masked.runs[0][0]
         return NoSupervisedTokensError(
             f"conversation {conversation.id}: the first answer begins at token {first}, max_length is {max_length}"
         )
     num_lost = max(0, len(mask) - max_length)
-    return TokenizedSample(conversation.id, masked.ids[:max_length], mask[:max_length], prompt, num_lost)
+    return TokenizedSample(conversation.id, masked.ids[:max_length], mask[:max_length], masked.prompt_ids, num_lost)
 
 
 def _messages(conversation: Conversation) -> list[Message]:
@@ -324,11 +369,13 @@ def _messages(conversation: Conversation) -> list[Message]:
     return [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
 
 
-def mask_runs(mask: Sequence[int]) -> list[tuple[int, int]]:
+def _answers(messages: list[Message]) -> list[int]:
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def mask_runs(mask: Sequence[int] | npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Stretches of ones as (first, one past the last)."""
-    edges = [
-        index for index in range(len(mask) + 1) if (mask[index - 1] if index else 0) != (mask[index] if index < len(mask) else 0)
-    ]
+    edges = np.flatnonzero(np.diff(np.asarray(mask, np.int8), prepend=0, append=0)).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 

@@ -22,8 +22,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict
@@ -247,14 +249,20 @@ def _work(batch: list[Conversation]) -> list[Result]:
 
 def _record_batch(samples: list[TokenizedSample]) -> pa.RecordBatch:
     columns = [
-        [sample.conversation_id for sample in samples],
-        [sample.input_ids for sample in samples],
-        [sample.loss_mask for sample in samples],
-        [sample.prompt_ids for sample in samples],
+        pa.array([sample.conversation_id for sample in samples], pa.string()),
+        _lists([sample.input_ids for sample in samples], np.int32),
+        _lists([sample.loss_mask for sample in samples], np.bool_),
+        _lists([sample.prompt_ids for sample in samples], np.int32),
     ]
-    return pa.record_batch(
-        [pa.array(column, type=kind) for column, kind in zip(columns, _SCHEMA.types, strict=True)], schema=_SCHEMA
-    )
+    return pa.record_batch(columns, schema=_SCHEMA)
+
+
+def _lists(rows: Sequence[npt.NDArray[Any]], kind: type) -> pa.ListArray:
+    """One list a row, from the arrays' own memory."""
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    values = np.concatenate(rows) if rows else np.zeros(0, kind)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 # --- splitting and writing ------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _print_sample(console: Console, tokenizer: PreTrainedTokenizerBase, sample: TokenizedSample) -> None:
-    num_tokens, num_supervised = len(sample.input_ids), sum(sample.loss_mask)
+    num_tokens, num_supervised = len(sample.input_ids), int(sample.loss_mask.sum())
     lost = f", {sample.num_lost_tokens} more cut off" if sample.num_lost_tokens else ""
     console.rule(Text(f"{sample.conversation_id}: {num_tokens} tokens, {num_supervised} supervised{lost}"))
     edges = [0, *(edge for run in mask_runs(sample.loss_mask) for edge in run), num_tokens]

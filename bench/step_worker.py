@@ -148,18 +148,21 @@ def run_job(job: Job, build: Callable[[Job], Callable[[Shape, Inputs], float]]) 
         build: makes the model and its optimizer; returns what takes one step, optimizer included, and returns the loss.
 
     Returns:
-        seconds of each timed step; peak_bytes of the process from the built model on; start_bytes, what it held before the model was built; or
-        out_of_memory where a GPU's memory is too small.
+        seconds of each timed step; cpu_seconds, processor time of one, which other processes on the machine change little; peak_bytes of the
+        process from the built model on; start_bytes, what it held before the model was built; or out_of_memory where a GPU's memory is too small.
     """
     start_bytes = resident_memory()
     try:
         step = build(job)
         reset_peak_memory()
         _steps(step, replace(job.shape, num_tokens=job.warm_up_tokens), 1)
+        started_cpu = time.process_time()
         seconds, loss = _steps(step, job.shape, job.num_steps)
+        cpu_seconds = (time.process_time() - started_cpu) / job.num_steps
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": True, "error": str(error).splitlines()[0]}
-    return {"seconds": seconds, "peak_bytes": peak_memory(), "start_bytes": start_bytes, "loss": loss, "num_threads": torch.get_num_threads()}
+    memory = {"peak_bytes": peak_memory(), "start_bytes": start_bytes}
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, **memory, "loss": loss, "num_threads": torch.get_num_threads()}
 
 
 def _steps(step: Callable[[Shape, Inputs], float], shape: Shape, num_steps: int) -> tuple[list[float], float]:

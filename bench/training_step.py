@@ -218,6 +218,7 @@ def summary(samples: Sequence[Mapping[str, Any]], num_tokens: int) -> dict[str, 
     seconds = [statistics.median(sample["seconds"]) for sample in samples]
     return {
         "seconds": spread(seconds),
+        "cpu_seconds": spread([sample["cpu_seconds"] for sample in samples]),
         "tokens_per_s": spread([num_tokens / value for value in seconds]),
         "peak_bytes": spread([sample["peak_bytes"] for sample in samples]),
         "peak_bytes_above_start": spread([sample["peak_bytes"] - sample["start_bytes"] for sample in samples]),
@@ -228,7 +229,8 @@ def summary(samples: Sequence[Mapping[str, Any]], num_tokens: int) -> dict[str, 
 def ratios(rows: Mapping[str, Mapping[str, Any]], reference: str) -> dict[str, dict[str, Any]]:
     """Of each other variant to the reference one: how many times its tokens/s ours has, and which share of its peak memory ours takes.
 
-    Memory is compared as the whole process's and without what was there before the model; `memory` is the worse of the two for us.
+    The ratio of processor time stands beside it, which says whether a busy machine has favoured one of them (nothing on a GPU). Memory is compared as
+    the whole process's and without what was there before the model; `memory` is the worse of the two for us.
     """
     mine, found = rows[reference], {}
     for name, row in rows.items():
@@ -240,6 +242,7 @@ def ratios(rows: Mapping[str, Mapping[str, Any]], reference: str) -> dict[str, d
         whole, above = (mine[key]["median"] / row[key]["median"] for key in ("peak_bytes", "peak_bytes_above_start"))
         found[name] = {
             "speed": row["seconds"]["median"] / mine["seconds"]["median"],
+            "processor_time": row["cpu_seconds"]["median"] / mine["cpu_seconds"]["median"],
             "memory_of_the_process": whole,
             "memory_above_start": above,
             "memory": max(whole, above),
@@ -371,7 +374,7 @@ def main(
     Args:
         parts: what is measured.
         repeats: processes of each variant.
-        tokens: other T than the bench's, of the parts step and length; nothing is written.
+        tokens: other T than the bench's, for a look that writes nothing; the part vocabulary takes the first.
         job: what a process that this one starts measures, as JSON.
     """
     if job is not None:
@@ -383,7 +386,7 @@ def main(
     if "length" in parts:
         document["length"] = measure_length(BASE_SHAPE, tokens or LENGTHS, repeats)
     if "vocabulary" in parts:
-        document["vocabulary"] = measure_vocabulary(BASE_SHAPE, VOCABULARIES)
+        document["vocabulary"] = measure_vocabulary(replace(BASE_SHAPE, num_tokens=(tokens or STEP_TOKENS)[0]), VOCABULARIES)
     document["claims"] = claims(document)
     for claim in document["claims"]:
         print(f"{'holds' if claim['holds'] else 'DOES NOT HOLD'}: {claim['claim']} ({claim['figure']:.3g})")

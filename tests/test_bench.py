@@ -64,7 +64,7 @@ def test_fixed_bytes_are_those_of_the_drafters_parameters() -> None:
 
 
 def sample(seconds: float, peak: int, start: int = 100) -> dict[str, Any]:
-    return {"seconds": [seconds], "peak_bytes": peak, "start_bytes": start}
+    return {"seconds": [seconds], "cpu_seconds": 2 * seconds, "peak_bytes": peak, "start_bytes": start}
 
 
 def test_ratios_are_of_medians_and_memory_is_judged_by_the_worse_of_two() -> None:
@@ -73,7 +73,7 @@ def test_ratios_are_of_medians_and_memory_is_judged_by_the_worse_of_two() -> Non
     rows = {"ours": summary(mine, 10), "naive": summary(other, 10)}
     assert rows["ours"]["tokens_per_s"] == {"median": 5, "min": 10 / 9, "max": 10}
     ratio = ratios(rows, "ours")["naive"]
-    assert ratio["speed"] == 10
+    assert ratio["speed"] == ratio["processor_time"] == 10
     assert (ratio["memory_of_the_process"], ratio["memory_above_start"]) == (400 / 1300, 300 / 1200)
     assert ratio["memory"] == 400 / 1300
 

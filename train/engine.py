@@ -141,8 +141,8 @@ def _init_deepspeed(has_gpu: bool) -> None:
 
 def _reduced(processes: Processes, losses: list[Tensor], metrics: dict[str, Tensor], batches: Sequence[DrafterBatch]) -> list[float]:
     """[loss sum, tokens, metrics...] over all micro-batches and ranks."""
-    loss_sum = float(torch.stack(losses).sum())
-    return processes.sum([loss_sum, sum(batch.num_tokens for batch in batches), *(float(value) for value in metrics.values())])
+    loss_sum, *sums = torch.stack([torch.stack(losses).sum(), *metrics.values()]).tolist()  # one copy from the device
+    return processes.sum([loss_sum, sum(batch.num_tokens for batch in batches), *sums])
 
 
 def _add(total: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:

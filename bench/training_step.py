@@ -85,8 +85,7 @@ BASE_SHAPE = GPU_SHAPE if HAS_GPU else CPU_SHAPE
 STEP_TOKENS = (4096, 8192, 16384) if HAS_GPU else (2048,)
 LENGTHS = (1024, 2048, 4096, 8192)
 VOCABULARIES = (8192, 32768, 131072)
-# What a variant takes before the timed steps. On a CPU nothing is compiled, and a slow variant is spared a step of full length.
-CPU_WARM_UP_TOKENS = 256
+WARM_UP_TOKENS = 256
 
 
 # --- the variants, each in a process of its own -----------------------------------------------------------------------------
@@ -155,7 +154,7 @@ def build_naive(job: Job) -> Callable[[Shape, Inputs], float]:
     return step
 
 
-def base_attention_seconds(shape: Shape, repeats: int = 3) -> float:
+def base_attention_seconds(shape: Shape, repeats: int = 2) -> float:
     """Seconds of the causal attention over the step-0 keys in one training step: forward and backward once a TTT step."""
     counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     tensors = [
@@ -166,7 +165,8 @@ def base_attention_seconds(shape: Shape, repeats: int = 3) -> float:
         ttt_attention(*tensors, [], shape.document_lengths).sum().backward()
         return 0.0
 
-    return shape.ttt_steps * statistics.median(seconds_of(once)[0] for _ in range(repeats + 1))
+    once()
+    return shape.ttt_steps * statistics.median(seconds_of(once)[0] for _ in range(repeats))
 
 
 def work(job: Job) -> dict[str, Any]:
@@ -265,16 +265,17 @@ def measure_step(shape: Shape, tokens: Sequence[int], repeats: int) -> dict[str,
     with tempfile.TemporaryDirectory(prefix="headstart-bench-") as verifier:
         job = Job(PEER, shape, 1)
         subprocess.run([str(peer_python()), str(ROOT / "bench" / "peer_speculators.py"), "verifier", verifier, job.to_json()], check=True)
-        attention, tried = attention_of_peer(replace(shape, num_tokens=tokens[0]), verifier, CPU_WARM_UP_TOKENS)
+        attention, tried = attention_of_peer(replace(shape, num_tokens=tokens[0]), verifier, WARM_UP_TOKENS)
         rows = []
         for num_tokens in tokens:
             at = replace(shape, num_tokens=num_tokens)
-            warm_up, slow_steps = (num_tokens, 5) if HAS_GPU else (CPU_WARM_UP_TOKENS, 1)
+            # Compilation depends on T; where nothing is compiled a step of any length warms up, and one slow step is long enough to be timed.
+            warm_up, fast, slow = (num_tokens, 5, 5) if HAS_GPU else (WARM_UP_TOKENS, 3, 1)
             jobs = {
-                "ours": Job("ours", at, num_tokens, 5),
-                "naive": Job("naive", at, warm_up, slow_steps),
-                PEER: Job(PEER, at, warm_up, slow_steps, verifier, attention),
-                "ours_drop": Job("ours", replace(at, outside="drop"), num_tokens, 3),
+                "ours": Job("ours", at, warm_up, fast),
+                "naive": Job("naive", at, warm_up, slow),
+                PEER: Job(PEER, at, warm_up, slow, verifier, attention),
+                "ours_drop": Job("ours", replace(at, outside="drop"), warm_up, slow),
             }
             found = {name: summary(samples, num_tokens) for name, samples in run(jobs, repeats).items()}
             rows.append({"tokens": num_tokens, "variants": found, "ours_against": ratios(found, "ours")})
@@ -283,7 +284,8 @@ def measure_step(shape: Shape, tokens: Sequence[int], repeats: int) -> dict[str,
 
 def measure_length(shape: Shape, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
     """Seconds a token of ours at each T, as one document."""
-    jobs = {str(length): Job("ours", replace(shape, num_tokens=length), 256, 2, times_base=True) for length in lengths}
+    num_steps = 5 if HAS_GPU else 1
+    jobs = {str(length): Job("ours", replace(shape, num_tokens=length), WARM_UP_TOKENS, num_steps, times_base=True) for length in lengths}
     return {"shape": vars(shape), "rows": [length_row(int(name), samples) for name, samples in run(jobs, repeats).items()]}
 
 
@@ -302,14 +304,15 @@ def length_row(num_tokens: int, samples: Sequence[Mapping[str, Any]]) -> dict[st
 def measure_vocabulary(shape: Shape, vocabularies: Sequence[int]) -> dict[str, Any]:
     """Peak memory of ours beyond weights, gradients, optimizer state and the target's parts, in V; and what one TTT step adds to it.
 
-    Two series: the draft vocabulary stays as it is, or is the whole vocabulary. Memory does not vary between processes, so each is run once.
+    Two series: the draft vocabulary is the smallest of these throughout, or the whole vocabulary. Memory does not vary between processes: each
+    runs once.
     """
     small, large = shape.ttt_steps - 4, shape.ttt_steps
-    series = {"draft_vocabulary": shape.draft_vocab_size, "whole_vocabulary": None}
+    series = {"draft_vocabulary": vocabularies[0], "whole_vocabulary": None}
     jobs = {}
     for name, width in series.items():
         for size in vocabularies:
-            at = replace(shape, vocab_size=size, draft_vocab_size=min(width or size, size), outside="drop")
+            at = replace(shape, vocab_size=size, draft_vocab_size=width or size, outside="drop")
             jobs[f"{name} {size}"] = Job("ours", at, 64)
     drop = replace(shape, outside="drop")
     jobs |= {f"steps {count}": Job("ours", replace(drop, ttt_steps=count), 64) for count in (small, large)}

@@ -1,6 +1,6 @@
 """Sources to tokenised train and held-out splits on disk.
 
-Place in the flow: data/conversations.py and data/tokenize.py -> a `datasets` DatasetDict (columns conversation_id, input_ids,
+Place in the flow: data/conversations.py and data/workers.py -> a `datasets` DatasetDict (columns conversation_id, input_ids,
 loss_mask, prompt_ids) -> data/extract.py. The samples go to disk as they come, and the splits appear under their final name whole
 or not at all.
 
@@ -12,39 +12,29 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import multiprocessing
 import os
 import re
 import shutil
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import ChatTokenizer, SampleError, TokenizedSample
+from data.chat import ChatTokenizer
 from data.conversations import Conversation, read_conversations
 from data.report import DataError, DataReport, SplitStatistics, TokenStatistics
+from data.workers import SCHEMA, TokenizedBatch, Workers, tokenize_batch
 
-_SCHEMA = pa.schema(
-    {
-        "conversation_id": pa.string(),
-        "input_ids": pa.list_(pa.int32()),
-        "loss_mask": pa.list_(pa.bool_()),
-        "prompt_ids": pa.list_(pa.int32()),
-    }
-)
 _BATCH_CONVERSATIONS = 128
-_SMALL_BATCHES = 8  # so few batches are done sooner here than by processes that must first start
+_HERE_BATCHES = 16  # so many are done here in the time that other processes take to start and to learn their words
 _PARTS = re.compile(r"(.+)_\d+")
 _PROGRESS_S = 10.0
 _SHARD_BYTES = 500_000_000
@@ -160,21 +150,16 @@ def _write_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, repor
     lengths: list[int] = []
     first_error: dict[str, str] = {}
     last_said = time.monotonic()
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
         for batch in _tokenized(conversations, tokenizer, config):
-            samples = []
-            for conversation_id, result in batch:
-                if isinstance(result, TokenizedSample):
-                    samples.append(result)
-                    continue
-                reason, message = result
+            for reason, conversation_id, message in batch.refused:
                 first_error.setdefault(reason, message)
                 report.withdraw(reason, conversation_id)
-            for sample in samples:
-                lengths.append(len(sample.input_ids) + sample.num_lost_tokens)
-                if sample.num_lost_tokens:
-                    report.change("truncated", sample.conversation_id)
-            writer.write_batch(_record_batch(samples))
+            for conversation_id, length in zip(batch.samples["conversation_id"].to_pylist(), batch.lengths, strict=True):
+                if length > config.max_length:
+                    report.change("truncated", conversation_id)
+            lengths += batch.lengths
+            writer.write_batch(batch.samples)
             if time.monotonic() - last_said > _PROGRESS_S:
                 last_said = time.monotonic()
                 print(f"{report.num_read:,} records read, {len(lengths):,} samples written", flush=True)
@@ -191,78 +176,24 @@ def _write_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, repor
     return lengths
 
 
-Result = tuple[str, TokenizedSample | tuple[str, str]]
-
-
 def _tokenized(
     conversations: Iterator[Conversation], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> Iterator[list[Result]]:
+) -> Iterator[TokenizedBatch]:
     """Results by batch, in order; from other processes when there are enough batches to be worth it."""
     batches = iter(lambda: list(itertools.islice(conversations, _BATCH_CONVERSATIONS)), [])
-    if config.num_workers == 1:
-        yield from _tokenized_here(batches, tokenizer, config.max_length)
+    chat = ChatTokenizer(tokenizer)
+    for batch in batches if config.num_workers == 1 else itertools.islice(batches, _HERE_BATCHES):
+        yield tokenize_batch(chat, batch, config.max_length)
+    if (first := next(batches, None)) is None:
         return
-    head = list(itertools.islice(batches, _SMALL_BATCHES))
-    if len(head) < _SMALL_BATCHES:
-        yield from _tokenized_here(iter(head), tokenizer, config.max_length)
-        return
-    # Not forked: the tokenizer's threads and torch do not survive it.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(config.num_workers, context, _start_worker, (tokenizer, config.max_length)) as pool:
-        pending: deque[Future[list[Result]]] = deque()
-        for batch in itertools.chain(head, batches):
-            pending.append(pool.submit(_work, batch))
+    with Workers(config.num_workers, tokenizer, config.max_length) as workers:
+        pending: deque[Future[TokenizedBatch]] = deque()
+        for batch in itertools.chain([first], batches):
+            pending.append(workers.submit(batch))
             if len(pending) > 2 * config.num_workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-
-
-def _tokenized_here(
-    batches: Iterator[list[Conversation]], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> Iterator[list[Result]]:
-    chat = ChatTokenizer(tokenizer)
-    for batch in batches:
-        yield _tokenize_batch(chat, batch, max_length)
-
-
-def _tokenize_batch(chat: ChatTokenizer, batch: list[Conversation], max_length: int) -> list[Result]:
-    samples = chat.tokenize(batch, max_length)
-    return [
-        (conversation.id, (sample.reason, str(sample)) if isinstance(sample, SampleError) else sample)
-        for conversation, sample in zip(batch, samples, strict=True)
-    ]
-
-
-_worker: dict[str, tuple[ChatTokenizer, int]] = {}
-
-
-def _start_worker(tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker["state"] = (ChatTokenizer(tokenizer), max_length)
-
-
-def _work(batch: list[Conversation]) -> list[Result]:
-    chat, max_length = _worker["state"]
-    return _tokenize_batch(chat, batch, max_length)
-
-
-def _record_batch(samples: list[TokenizedSample]) -> pa.RecordBatch:
-    columns = [
-        pa.array([sample.conversation_id for sample in samples], pa.string()),
-        _lists([sample.input_ids for sample in samples], np.int32),
-        _lists([sample.loss_mask for sample in samples], np.bool_),
-        _lists([sample.prompt_ids for sample in samples], np.int32),
-    ]
-    return pa.record_batch(columns, schema=_SCHEMA)
-
-
-def _lists(rows: Sequence[npt.NDArray[Any]], kind: type) -> pa.ListArray:
-    """One list a row, from the arrays' own memory."""
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    values = np.concatenate(rows) if rows else np.zeros(0, kind)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 # --- splitting and writing ------------------------------------------------------------------------------------------------

@@ -12,8 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import data.prepare
+from data.conversations import Conversation, Turn
 from data.prepare import DataConfig, group_of, heldout_groups, prepare
 from data.report import DataError
+from data.tokenize import tokenize_conversation
+from data.workers import Workers
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -144,6 +147,7 @@ def test_processes_give_what_one_process_gives(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data.prepare, "_BATCH_CONVERSATIONS", 4)
+    monkeypatch.setattr(data.prepare, "_HERE_BATCHES", 3)
     source = write(tmp_path / "x.jsonl", [*parts(30, 2), row("bad", "<|im_end|>", "x")])
     for num_workers in (1, 2):
         config = DataConfig(sources=(source,), num_heldout=6, num_workers=num_workers)
@@ -151,6 +155,15 @@ def test_processes_give_what_one_process_gives(
         assert report.left_out["special_token_text"].count == 1
     one, two = loaded(tmp_path / "1"), loaded(tmp_path / "2")
     assert {name: split[:] for name, split in one.items()} == {name: split[:] for name, split in two.items()}
+
+
+def test_a_process_that_ends_is_an_error_that_says_so(tokenizer: PreTrainedTokenizerBase) -> None:
+    conversation = Conversation("x", (Turn("user", "hi"), Turn("assistant", "yes")))
+    with Workers(1, tokenizer, 99) as workers:
+        assert workers.submit([conversation]).result().lengths == [len(tokenize_conversation(conversation, tokenizer, 99).input_ids)]
+        workers._processes[0].kill()
+        with pytest.raises(RuntimeError, match="a process that tokenises ended with exit code -9"):
+            workers.submit([conversation]).result()
 
 
 def test_a_failure_leaves_the_earlier_splits_as_they_were(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

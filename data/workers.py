@@ -3,7 +3,7 @@
 Place in the flow: `Conversation` -> data/chat.py -> `TokenizedBatch` -> data/prepare.py writes it. What goes back and forth are a few
 buffers a batch, not an object a token.
 
-Not `multiprocessing`: forking does not survive the tokenizer's threads and torch, and spawning imports the main script again with all that
+Not a pool of `multiprocessing`: forking does not survive the tokenizer's threads and torch, and spawning imports the main script again with all that
 training needs, which takes longer than tokenising two thousand conversations. A process here is this module alone.
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import queue
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,21 +95,15 @@ class Workers:
 
     def __init__(self, num_workers: int, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         self._num_workers = num_workers
-        self._first_message = pickle.dumps((tokenizer, max_length))
+        self._first_message = (tokenizer, max_length)
 
     def __enter__(self) -> Workers:
-        root = Path(__file__).resolve().parent.parent
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # the processes are the parallelism
-        command = [sys.executable, "-c", "from data.workers import serve; serve()"]
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, env=environment)
-            for _ in range(self._num_workers)
-        ]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = [_start() for _ in range(self._num_workers)]
         # A thread a process: it waits for the answer, and both do without the interpreter's lock meanwhile.
         self._threads = ThreadPoolExecutor(self._num_workers)
-        for process in self._processes:
-            self._threads.submit(self._start, process)
+        for worker in self._workers:
+            self._threads.submit(self._welcome, worker)
         return self
 
     def submit(self, conversations: list[Conversation]) -> Future[TokenizedBatch]:
@@ -116,48 +111,56 @@ class Workers:
         return self._threads.submit(self._work, conversations)
 
     def __exit__(self, *exception: object) -> None:
-        for process in self._processes:
-            process.kill()
+        for worker in self._workers:
+            worker.process.kill()
         self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            with contextlib.suppress(OSError):  # a batch that was still on its way
-                process.communicate()
+        for worker in self._workers:
+            worker.process.wait()
+            worker.pipe.close()
 
-    def _start(self, process: subprocess.Popen[bytes]) -> None:
-        try:
-            assert process.stdin is not None
-            process.stdin.write(self._first_message)
-            process.stdin.flush()
-        except OSError:
-            pass  # its end is said by the first batch that it is given
-        self._idle.put(process)
+    def _welcome(self, worker: _Worker) -> None:
+        with contextlib.suppress(OSError):  # its end is said by the first batch that it is given
+            worker.pipe.send(self._first_message)
+        self._idle.put(worker)
 
     def _work(self, conversations: list[Conversation]) -> TokenizedBatch:
-        process = self._idle.get()
-        assert process.stdin is not None and process.stdout is not None
+        worker = self._idle.get()
         try:
-            pickle.dump(conversations, process.stdin)
-            process.stdin.flush()
-            batch: TokenizedBatch = pickle.load(process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            worker.pipe.send(conversations)
+            batch: TokenizedBatch = worker.pipe.recv()
+        except (OSError, EOFError) as error:
             raise RuntimeError(
-                f"a process that tokenises ended with exit code {process.wait()}; its message is above. -9 is a lack of memory: "
-                "lower data.num_workers"
+                f"a process that tokenises ended with exit code {worker.process.wait()}; what it said is above, and -9 is a lack of "
+                "memory: lower data.num_workers"
             ) from error
         finally:
-            self._idle.put(process)
+            self._idle.put(worker)
         return batch
 
 
-def serve() -> None:
-    """The process: a tokenizer and max_length from stdin, then batches, until stdin ends."""
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+@dataclass(frozen=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+
+
+def _start() -> _Worker:
+    here, there = Pipe()
+    command = [sys.executable, "-c", "import sys; from data.workers import serve; serve(int(sys.argv[1]))", str(there.fileno())]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # the processes are the parallelism
+    root = Path(__file__).resolve().parent.parent
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()], cwd=root, env=environment)
+    there.close()
+    return _Worker(process, here)
+
+
+def serve(pipe_fd: int) -> None:
+    """The process: a tokenizer and max_length come through the pipe, then batches, until it is closed."""
+    pipe = Connection(pipe_fd)
     try:
-        tokenizer, max_length = pickle.load(requests)
+        tokenizer, max_length = pipe.recv()
         chat = ChatTokenizer(tokenizer)
         while True:
-            pickle.dump(tokenize_batch(chat, pickle.load(requests), max_length), answers)
-            answers.flush()
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+            pipe.send(tokenize_batch(chat, pipe.recv(), max_length))
+    except (EOFError, ConnectionError, KeyboardInterrupt):
         pass  # nobody asks any more

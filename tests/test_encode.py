@@ -36,7 +36,7 @@ SPLITTERS = {
 }
 TEXT = [
     "Hello, world! It's 2024: don't they'll we're; foo_bar(x) == 'y'\n\n  return 10.5 # end.\nNext line\n",
-    "user\nassistant\nI am fine.  Thank you! grüne Bäume 🌱 你好，世界\r\n\tif a: b['s'] ... \"quoted\"\n- item 1\n- item 2",
+    "user\nassistant\nI am fine.  Thank you! grüne Bäume 🌱 你好世界\r\n\tif a: b['s'] ... \"quoted\"\n- item 1\n- item 2",
 ]
 
 

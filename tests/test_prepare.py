@@ -161,7 +161,7 @@ def test_a_process_that_ends_is_an_error_that_says_so(tokenizer: PreTrainedToken
     conversation = Conversation("x", (Turn("user", "hi"), Turn("assistant", "yes")))
     with Workers(1, tokenizer, 99) as workers:
         assert workers.submit([conversation]).result().lengths == [len(tokenize_conversation(conversation, tokenizer, 99).input_ids)]
-        workers._processes[0].kill()
+        workers._workers[0].process.kill()
         with pytest.raises(RuntimeError, match="a process that tokenises ended with exit code -9"):
             workers.submit([conversation]).result()
 

@@ -17,7 +17,7 @@ from data.extract import document_lengths
 from data.loader import PackPlan
 from data.target import Target, TargetConfig, load_target_heads, target_hf_config
 from train.drafters.eagle3 import Eagle3, Eagle3Config
-from train.engine import Processes, StepRates, TorchEngine, read_deepspeed_config
+from train.engine import Processes, StepRates, TorchEngine, read_deepspeed_config, resolve_precision
 from train.optim import OptimConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,3 +174,19 @@ def test_a_wrong_zero_file_is_a_clear_error(tmp_path: Path, content: str | None,
         path.write_text(content)
     with pytest.raises(ValueError, match=expected):
         read_deepspeed_config(path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "capabilities", "expected"),
+    [
+        ("auto", "cuda", {}, "bf16"),
+        ("auto", "cpu", {}, "fp32"),
+        ("auto", "cpu", {"avx512_bf16": True}, "bf16"),
+        ("auto", "cpu", {"amx_bf16": True}, "bf16"),
+        ("fp32", "cuda", {"amx_bf16": True}, "fp32"),
+        ("bf16", "cpu", {}, "bf16"),
+    ],
+)
+def test_auto_is_bf16_where_the_device_multiplies_in_it(monkeypatch, asked, device, capabilities, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert resolve_precision(asked, device) == expected

@@ -65,7 +65,8 @@ class TrainConfig:
         max_steps: stops earlier; the schedule ends there too.
         batch_tokens: tokens of a global optimizer step: all ranks and micro-batches.
         pack_tokens: tokens of a micro-batch of one rank; at least data.max_length.
-        precision: "auto" is bf16 on a GPU and fp32 on a CPU. bf16 keeps fp32 master weights.
+        precision: "auto" is bf16 on a GPU, and on a CPU that multiplies in it, else fp32. bf16 keeps fp32 master weights.
+        recompute: compute the layer's activations again in the backward pass instead of keeping them: less memory for long packs, a third more time.
         engine: "torch" (DDP) or "deepspeed".
         deepspeed_config: ZeRO configuration, used by the deepspeed engine only.
         heldout_every: steps between measurements of held-out acceptance; the best step is kept.
@@ -80,6 +81,7 @@ class TrainConfig:
     batch_tokens: int = 65536
     pack_tokens: int = 8192
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    recompute: bool = False
     engine: Literal["torch", "deepspeed"] = "torch"
     deepspeed_config: Path | None = None
     heldout_every: int = 200

@@ -32,6 +32,15 @@ from train.optim import OptimConfig, build_optimizer, set_rates
 Precision = Literal["fp32", "bf16"]
 
 
+def resolve_precision(precision: Literal["auto", "fp32", "bf16"], device: str) -> Precision:
+    """What `auto` means on a kind of device: bf16 on a GPU, and on a CPU that multiplies in it (elsewhere it would be emulated)."""
+    if precision != "auto":
+        return precision
+    capabilities = torch.cpu.get_capabilities()
+    multiplies_bf16 = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return "bf16" if device == "cuda" or multiplies_bf16 else "fp32"
+
+
 class StepRates(NamedTuple):
     """Learning rates of one step.
 

@@ -69,7 +69,7 @@ from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervise
 from train.best import BestStep, best_weights
 from train.config import RunConfig, save_config, to_json
 from train.drafters.base import Drafter, load_drafter_class
-from train.engine import DeepSpeedEngine, Engine, Precision, Processes, StepRates, TorchEngine, check_launch, read_deepspeed_config
+from train.engine import DeepSpeedEngine, Engine, Precision, Processes, StepRates, TorchEngine, check_launch, read_deepspeed_config, resolve_precision
 from train.evaluator import Evaluator
 from train.metrics import MetricsLog
 from train.stages import Stage, StageRecords, source_identity
@@ -205,8 +205,9 @@ class Run:
     def train(self) -> None:
         """The optimizer steps, from the newest checkpoint if there is one."""
         settings = to_json(self.config.train)
-        ignored = ("log_every", "save_every", "num_kept_checkpoints")
+        ignored = ("log_every", "save_every", "num_kept_checkpoints", "recompute")
         settings = {name: value for name, value in settings.items() if name not in ignored}
+        settings["precision"] = self._precision()
         drafter = {name: value for name, value in to_json(self.config.drafter).items() if name != "max_perplexity_increase"}
         if self.config.train.deepspeed_config is not None:  # what it says, wherever it lies
             settings["deepspeed_config"] = read_deepspeed_config(self.config.train.deepspeed_config)
@@ -320,6 +321,7 @@ class Run:
         vocabulary = None if path is None else DraftVocabulary.load(path)
         torch.manual_seed(self.config.train.seed)
         drafter = self.drafter_class(self.config.drafter, self.target_config, self.heads(), vocabulary)
+        drafter.recomputes = self.config.train.recompute
         if self.config.drafter.trains_target:
             dtype = dtype or ("bfloat16" if self._precision() == "bf16" else "float32")
             drafter.attach_target(Target.load(dataclasses.replace(self.config.target, dtype=dtype), self.processes.device))
@@ -338,9 +340,7 @@ class Run:
         return DeepSpeedEngine(drafter, config.optim, self._precision(), processes, config.train.deepspeed_config, packs_per_rank)
 
     def _precision(self) -> Precision:
-        if self.config.train.precision == "auto":
-            return "bf16" if self.processes.device.type == "cuda" else "fp32"
-        return self.config.train.precision
+        return resolve_precision(self.config.train.precision, self.processes.device.type)
 
     def _choose_vocabulary(self) -> None:
         """Chooses the run's draft vocabulary, once: it is never rebuilt under a trained head."""

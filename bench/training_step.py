@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,8 +155,8 @@ def build_naive(job: Job) -> Callable[[Shape, Inputs], float]:
     return step
 
 
-def base_attention_seconds(shape: Shape, repeats: int = 2) -> float:
-    """Seconds of the causal attention over the step-0 keys in one training step: forward and backward once a TTT step."""
+def base_attention_seconds(shape: Shape, repeats: int = 2) -> dict[str, float]:
+    """Seconds, and processor time, of the causal attention over the step-0 keys in one training step: forward and backward once a TTT step."""
     counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     tensors = [
         torch.randn(shape.num_tokens, count, shape.head_dim, device=device(), dtype=dtype_of(shape), requires_grad=True) for count in counts
@@ -166,14 +167,17 @@ def base_attention_seconds(shape: Shape, repeats: int = 2) -> float:
         return 0.0
 
     once()
-    return shape.ttt_steps * statistics.median(seconds_of(once)[0] for _ in range(repeats))
+    started_cpu = time.process_time()
+    seconds = statistics.median(seconds_of(once)[0] for _ in range(repeats))
+    cpu_seconds = (time.process_time() - started_cpu) / repeats
+    return {"base_attention_s": shape.ttt_steps * seconds, "base_attention_cpu_s": shape.ttt_steps * cpu_seconds}
 
 
 def work(job: Job) -> dict[str, Any]:
     """One process of ours or of the naive variant."""
     found = run_job(job, build_naive if job.variant == "naive" else build_ours)
     if job.times_base:
-        found["base_attention_s"] = base_attention_seconds(job.shape)
+        found |= base_attention_seconds(job.shape)
     return found
 
 
@@ -293,9 +297,11 @@ def length_row(num_tokens: int, samples: Sequence[Mapping[str, Any]]) -> dict[st
     """Seconds a token of the whole step, and without the base attention, which the same process timed by itself."""
     whole = [statistics.median(sample["seconds"]) for sample in samples]
     rest = [seconds - sample["base_attention_s"] for seconds, sample in zip(whole, samples, strict=True)]
+    cpu = [sample["cpu_seconds"] - sample["base_attention_cpu_s"] for sample in samples]
     return {
         "tokens": num_tokens,
         "seconds_per_token": spread([value / num_tokens for value in whole]),
+        "cpu_seconds_per_token_without_base_attention": spread([value / num_tokens for value in cpu]),
         "seconds_per_token_without_base_attention": spread([value / num_tokens for value in rest]),
         "samples": list(samples),
     }

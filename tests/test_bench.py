@@ -86,14 +86,18 @@ def test_a_variant_that_does_not_fit_is_said_and_claims_nothing() -> None:
     assert [(claim["figure"], claim["holds"]) for claim in found] == [(9, False), (0.5, False)]
 
 
+def timed(seconds: float, base: float) -> dict[str, Any]:
+    return {"seconds": [seconds], "cpu_seconds": seconds, "base_attention_s": base, "base_attention_cpu_s": base}
+
+
 def test_linear_time_is_judged_without_the_base_attention() -> None:
     rows = [
-        length_row(1000, [{"seconds": [1.5], "base_attention_s": 0.5}]),
-        length_row(2000, [{"seconds": [4.2], "base_attention_s": 2.0}]),
+        length_row(1000, [timed(1.5, 0.5)]),
+        length_row(2000, [timed(4.2, 2.0)]),
     ]
     [claim] = claims({"length": {"rows": rows}})
     assert claim["figure"] == pytest.approx(1.1) and claim["holds"]
-    rows.append(length_row(4000, [{"seconds": [12.8], "base_attention_s": 8.0}]))
+    rows.append(length_row(4000, [timed(12.8, 8.0)]))
     [claim] = claims({"length": {"rows": rows}})
     assert claim["figure"] == pytest.approx(1.2) and not claim["holds"]
 

@@ -274,7 +274,7 @@ def measure_step(shape: Shape, tokens: Sequence[int], repeats: int) -> dict[str,
         for num_tokens in tokens:
             at = replace(shape, num_tokens=num_tokens)
             # Compilation depends on T; where nothing is compiled a step of any length warms up, and one slow step is long enough to be timed.
-            warm_up, fast, slow = (num_tokens, 5, 5) if HAS_GPU else (WARM_UP_TOKENS, 3, 1)
+            warm_up, fast, slow = (num_tokens, 5, 5) if HAS_GPU else (WARM_UP_TOKENS, 2, 1)
             jobs = {
                 "ours": Job("ours", at, warm_up, fast),
                 "naive": Job("naive", at, warm_up, slow),
@@ -381,7 +381,7 @@ def main(
 ) -> None:
     """
     Args:
-        parts: what is measured.
+        parts: what is measured; the result file then holds these parts alone.
         repeats: processes of each variant.
         tokens: other T than the bench's, for a look that writes nothing; the part vocabulary takes the first.
         job: what a process that this one starts measures, as JSON.

@@ -111,6 +111,7 @@ class _ShardWriter:
         self._filling: dict[str, Tensor] = {}
         self._resting: dict[str, Tensor] = {}
         self._num_rows = 0
+        self._device = torch.device("cpu")
         self._written: Future[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shard-writer")
 
@@ -125,6 +126,7 @@ class _ShardWriter:
     def add(self, pack: Features) -> None:
         """Appends a pack to the shard that fills up."""
         tensors, is_finite_T = stored_tensors(pack, self._header)
+        self._device = is_finite_T.device
         end = self._num_rows + len(is_finite_T)
         for name, tensor in {**tensors, _IS_FINITE: is_finite_T}.items():
             if name not in self._filling:
@@ -141,9 +143,9 @@ class _ShardWriter:
         """
         assert self._num_rows == shard.num_tokens
         copied = None
-        if torch.cuda.is_available():
+        if self._device.type == "cuda":
             copied = torch.cuda.Event()
-            copied.record()
+            copied.record(torch.cuda.current_stream(self._device))
         if self._written is not None:
             self._written.result()
         tensors = {name: tensor[: self._num_rows] for name, tensor in self._filling.items()}

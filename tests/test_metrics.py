@@ -58,6 +58,7 @@ def test_a_resumed_log_is_cut_back_to_the_resumed_step_and_mended(tmp_path: Path
     ]
     assert lines(tmp_path)[-1]["loss"] == 9.0
     assert lines(tmp_path)[0]["supervised_share"] == 0.25
+    assert lines(tmp_path)[0]["packing_share"] == round(40 / recipe().train.batch_tokens, 4)
 
 
 # --- wandb ----------------------------------------------------------------------------------------------------------------

@@ -74,6 +74,15 @@ def test_online_states_train_the_same_drafter_as_stored_ones(launcher: Any) -> N
         torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-5, msg=name)
 
 
+def test_states_in_eight_bits_train_nearly_the_same_drafter(launcher: Any) -> None:
+    """Without "drop": whether the argmax of a target with random weights can be drafted is a matter of the last bit."""
+    for storage in ("lossless", "int8"):
+        launcher.here(storage, "--drafter.outside-vocabulary", "renormalise", "--features.storage", storage)
+    eight, lossless = losses(launcher.runs_dir / "int8"), losses(launcher.runs_dir / "lossless")
+    np.testing.assert_allclose(eight, lossless, rtol=1e-3, atol=0)
+    assert eight != lossless
+
+
 def test_the_targets_own_answers_can_be_trained_on(launcher: Any) -> None:
     launcher.here("own", "--answers.source", "target", "--answers.max-new-tokens", "24")
     assert (launcher.runs_dir / "own" / "regenerated").is_dir()
@@ -87,6 +96,7 @@ def test_the_targets_own_answers_can_be_trained_on(launcher: Any) -> None:
         (["--eval.draft-length", "3"], ["evaluate"]),
         (["--train.log-every", "5", "--train.save-every", "3", "--log.wandb-project", "other"], []),
         (["--optim.learning-rate", "1e-3"], ["train", "export", "evaluate"]),
+        (["--features.storage", "int8"], ["extract", "train", "export", "evaluate"]),
         (["--drafter.aux-layers", "1", "3", "6"], ["states", "extract", "train", "export", "evaluate"]),
         (["--data.seed", "1"], ["prepare", "answer", "states", "extract", "train", "export", "evaluate"]),
     ],
@@ -115,7 +125,9 @@ def test_a_shared_store_serves_a_second_run_and_refuses_other_states(launcher: A
     launcher.here("second", *store, "--optim.learning-rate", "1e-3")
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("shard_*")} == written
     assert losses(launcher.runs_dir / "first") == losses(launcher.runs_dir / "offline")
-    capsys.readouterr()
+    launcher.here("8 bits wanted", *store, "--features.storage", "int8")
+    assert losses(launcher.runs_dir / "8 bits wanted") == losses(launcher.runs_dir / "offline")
+    assert "holds lossless states already: they are read instead" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         launcher.here("third", *store, "--drafter.aux-layers", "1", "3", "6")
     assert "into a store of its own that this recipe can then read" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.store import grouped
 from data.storage import bytes_per_state, decode, encode, num_groups
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,6 +39,13 @@ def test_every_value_is_within_half_a_scale_of_its_own_group(hidden_size: int, d
             group, found = states_NX[:, columns].double(), found_NX[:, columns].double()
             scale_N1 = group.abs().amax(1, keepdim=True) / 127
             assert ((found - group).abs() <= 0.505 * scale_N1 + group.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).tiny).all()
+
+
+@pytest.mark.parametrize("hidden_size", [33, 96])
+def test_states_come_back_as_the_benchs_plain_formula_says(hidden_size: int) -> None:
+    states_NX = states(hidden_size, 2, torch.float32)
+    expected = [grouped(part_NH, 32, torch.int8) for part_NH in states_NX.split(hidden_size, dim=1)]
+    torch.testing.assert_close(round_trip(states_NX, hidden_size), torch.cat(expected, dim=1), rtol=0, atol=0)
 
 
 def test_values_that_are_whole_multiples_of_the_scale_come_back_exactly() -> None:

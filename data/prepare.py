@@ -34,7 +34,7 @@ from data.report import DataError, DataReport, SplitStatistics, TokenStatistics
 from data.workers import SCHEMA, TokenizedBatch, Workers, tokenize_batch
 
 _BATCH_CONVERSATIONS = 128
-_HERE_BATCHES = 16  # so many are done here in the time that other processes take to start and to learn their words
+_HERE_BATCHES = 16  # so many are done here in the time that other processes take to start
 _PARTS = re.compile(r"(.+)_\d+")
 _PROGRESS_S = 10.0
 _SHARD_BYTES = 500_000_000
@@ -186,7 +186,7 @@ def _tokenized(
         yield tokenize_batch(chat, batch, config.max_length)
     if (first := next(batches, None)) is None:
         return
-    with Workers(config.num_workers, tokenizer, config.max_length) as workers:
+    with Workers(config.num_workers, chat, config.max_length) as workers:
         pending: deque[Future[TokenizedBatch]] = deque()
         for batch in itertools.chain([first], batches):
             pending.append(workers.submit(batch))

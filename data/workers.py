@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,6 @@ import pyarrow as pa
 
 from data.chat import ChatTokenizer, SampleError, TokenizedSample
 from data.conversations import Conversation
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SCHEMA = pa.schema(
     {
@@ -87,15 +84,15 @@ def _lists(rows: Sequence[npt.NDArray[Any]], kind: type) -> pa.ListArray:
 
 
 class Workers:
-    """Processes that tokenise; a context manager, which starts and ends them.
+    """Processes that tokenise; a context manager, which starts and ends them. They begin with the words that `chat` has met.
 
     Raises:
         RuntimeError: from a batch's result, if a process ends before it has answered.
     """
 
-    def __init__(self, num_workers: int, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    def __init__(self, num_workers: int, chat: ChatTokenizer, max_length: int) -> None:
         self._num_workers = num_workers
-        self._first_message = (tokenizer, max_length)
+        self._first_message = (chat, max_length)
 
     def __enter__(self) -> Workers:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -155,11 +152,10 @@ def _start() -> _Worker:
 
 
 def serve(pipe_fd: int) -> None:
-    """The process: a tokenizer and max_length come through the pipe, then batches, until it is closed."""
+    """The process: a `ChatTokenizer` and max_length come through the pipe, then batches, until it is closed."""
     pipe = Connection(pipe_fd)
     try:
-        tokenizer, max_length = pipe.recv()
-        chat = ChatTokenizer(tokenizer)
+        chat, max_length = pipe.recv()
         while True:
             pipe.send(tokenize_batch(chat, pipe.recv(), max_length))
     except (EOFError, ConnectionError, KeyboardInterrupt):

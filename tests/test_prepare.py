@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import data.prepare
+from data.chat import ChatTokenizer
 from data.conversations import Conversation, Turn
 from data.prepare import DataConfig, group_of, heldout_groups, prepare
 from data.report import DataError
@@ -159,7 +160,7 @@ def test_processes_give_what_one_process_gives(
 
 def test_a_process_that_ends_is_an_error_that_says_so(tokenizer: PreTrainedTokenizerBase) -> None:
     conversation = Conversation("x", (Turn("user", "hi"), Turn("assistant", "yes")))
-    with Workers(1, tokenizer, 99) as workers:
+    with Workers(1, ChatTokenizer(tokenizer), 99) as workers:
         assert workers.submit([conversation]).result().lengths == [len(tokenize_conversation(conversation, tokenizer, 99).input_ids)]
         workers._workers[0].process.kill()
         with pytest.raises(RuntimeError, match="a process that tokenises ended with exit code -9"):

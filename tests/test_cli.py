@@ -217,7 +217,7 @@ def test_a_dry_run_prints_the_plan_before_and_after_the_data_are_there(
     assert f"drafter parameters {32 * 32 * (3 + 2 + 1 + 1 + 1) + 3 * 32 * 48 + 4 * 32 + 128 * 32:,}" in plan
     main(recipe(), Evaluation(), ["--name", "run", "--runs-dir", str(tmp_path), *tiny_arguments])
     plan = dry_run(tmp_path, tiny_arguments, capsys)
-    assert "train split 48 conversations" in plan and "about" not in plan
+    assert "train split 48 conversations" in plan and "about 48" not in plan and "steps 6 of 512 tokens" in plan
 
 
 def test_a_dry_run_of_many_ranks_prints_once(

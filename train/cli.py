@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, NoReturn
 
 import tyro
@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 
 from train.config import RunConfig
 from train.evaluator import Evaluator
-from train.plan import print_plan
+from train.machine import MachineConfig
+from train.plan_table import print_plan
 from train.run import run
 
 _OTHER_RANKS_FIRST_S = 5.0
@@ -37,11 +38,17 @@ class CommandLine:
 
     Attributes:
         config: the recipe's settings.
-        dry_run: print the plan (parameters, steps, tokens, bytes on disk, memory) and stop.
+        dry_run: print the plan (parameters, steps, tokens, bytes on disk, memory, time), choose settings that fit, and stop.
+        plan: the machine that --dry-run plans for, where it is not this one.
     """
 
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
     dry_run: bool = False
+    plan: MachineConfig = field(default_factory=MachineConfig)
+
+    def __post_init__(self) -> None:
+        if self.plan != MachineConfig() and not self.dry_run:
+            raise ValueError("plan.* has no effect on a run: add --dry-run")
 
 
 def main(recipe: RunConfig, evaluator: Evaluator, arguments: Sequence[str] | None = None) -> None:
@@ -61,7 +68,7 @@ def main(recipe: RunConfig, evaluator: Evaluator, arguments: Sequence[str] | Non
         if not command.dry_run:
             run(command.config, evaluator)
         elif rank == 0:
-            print_plan(command.config)
+            print_plan(command.config, command.plan, _script(), arguments)
     except (ValueError, OSError, SafetensorError) as error:
         _stop(rank, f"error: {' '.join(str(error).split())}")
     except RuntimeError as error:
@@ -69,6 +76,11 @@ def main(recipe: RunConfig, evaluator: Evaluator, arguments: Sequence[str] | Non
         if "RANK" in os.environ and ("closed by peer" in str(error) or "reset by peer" in str(error)):
             _stop(rank, "error: another rank has stopped, so this one does too")
         raise
+
+
+def _script() -> str:
+    """The script that was started, as a user in the same folder names it."""
+    return os.path.relpath(sys.argv[0]) if sys.argv[0] else "recipes/eagle3.py"
 
 
 def _stop(rank: int, message: str) -> NoReturn:

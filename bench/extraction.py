@@ -3,9 +3,9 @@
     .venv/bin/python bench/extraction.py --run runs/quickstart      # under 4 minutes on two cores; `make quickstart` makes the run
 
 Alternates, after a warm-up, over the same documents: the target's forward alone, on batches that lie ready and of which nothing is kept, and
-`extract` with each storage: reading the samples, the forward, encoding, copies, checksums, writing and flushing to disk, the index. Beside the clock's
-ratio stands that of processor time, of all threads, which other users of the machine disturb less. Prints hardware, versions and shapes, then median
-and range; writes bench/results/extraction.json.
+`extract` with each storage: reading the samples, the forward, encoding, copies, checksums, writing and flushing to disk, the index. Beside the ratio
+of the clock stands that of processor time, of all threads, which other users of the machine disturb less. Prints hardware, versions and shapes, then
+median and range; writes bench/results/extraction.json.
 """
 
 from __future__ import annotations

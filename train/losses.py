@@ -119,16 +119,16 @@ class _Distillation(torch.autograd.Function):
                 grad_student_KRH[:, rows] = _product(grad_logits_KCW, head).to(grad_student_KRH.dtype)
                 if grad_head_WH is not None:
                     grad_head_WH += grad_logits_KCW.flatten(0, 1).T @ student_KCH.flatten(0, 1)
-        ctx.save_for_backward(grad_student_KRH, *([] if grad_head_WH is None else [grad_head_WH.to(head_WH.dtype)]))
+        ctx.grads = [grad_student_KRH, *([] if grad_head_WH is None else [grad_head_WH.to(head_WH.dtype)])]
         ctx.mark_non_differentiable(counts_3K)
         hits_K, rows_K, outside_K = counts_3K.unbind(0)
         return loss_sum, hits_K, rows_K, outside_K
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad_student_KRH, *grad_head = ctx.saved_tensors
-        head = grad_head[0] * grad_loss.to(grad_head[0].dtype) if grad_head else None
-        return grad_student_KRH * grad_loss.to(grad_student_KRH.dtype), head, None, None, None
+        # In place: nobody else sees them, and the head's gradient is as large as the head. So there is one backward pass.
+        grads, ctx.grads = [grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads], None
+        return grads[0], grads[1] if len(grads) == 2 else None, None, None, None
 
 
 def _product(rows_KCM: Tensor, matrix_MN: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from checkpoints.serving import aux_layers_of_config
 from data.batch import DrafterBatch
@@ -30,7 +29,7 @@ from data.target import TargetHeads, default_aux_layers
 from data.vocab import DraftVocabulary
 from train.attention import ttt_attention
 from train.drafters.base import DistillingHead, Drafter, DrafterConfig, FeatureRequest, Guess, LossOutput, VerifiedStates
-from train.drafters.llama_layer import DraftCache, LayerShape, LlamaLayer
+from train.drafters.llama_layer import DraftCache, LayerShape, LlamaLayer, RMSNorm
 from train.losses import LossKind, Teacher, step_weights
 
 _LOGIT_ROWS = 1024
@@ -92,8 +91,8 @@ class Eagle3Layer(LlamaLayer):
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(shape, attention_width=2 * shape.hidden_size)
-        self.input_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def attention_input(self, embed_TH: Tensor, hidden_TH: Tensor) -> Tensor:
         """[T, 2H]"""
@@ -112,7 +111,7 @@ class Eagle3(Drafter):
         ids_W = torch.arange(vocab_size) if vocabulary is None else vocabulary.ids_W
         self.fc = nn.Linear(len(self.request.aux_layers) * hidden_size, hidden_size, bias=False)
         self.midlayer = Eagle3Layer(self.shape)
-        self.norm = LlamaRMSNorm(hidden_size, self.shape.rms_norm_eps)
+        self.norm = RMSNorm(hidden_size, self.shape.rms_norm_eps)
         self.lm_head = DistillingHead(hidden_size, len(ids_W), bias=False)
         self.vocabulary = vocabulary
         self._ids = [ids_W]

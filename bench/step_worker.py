@@ -27,8 +27,9 @@ class Shape:
     """One training step.
 
     Attributes:
-        num_tokens: T; all of them are supervised.
+        num_tokens: T.
         document_tokens: tokens of each document, or None for a single one.
+        supervised_share: the end of each document that is the assistant's.
         is_tied: whether the target's embedding is its head.
         precision: "fp32", or "bf16" autocast over fp32 weights.
         outside: Eagle3Config.outside_vocabulary, of ours and the naive variant; the peer renormalises.
@@ -43,6 +44,7 @@ class Shape:
     draft_vocab_size: int
     ttt_steps: int = 7
     document_tokens: int | None = None
+    supervised_share: float = 1.0
     is_tied: bool = True
     precision: str = "fp32"
     outside: str = "renormalise"
@@ -137,7 +139,8 @@ def make_inputs(shape: Shape) -> Inputs:
     last_TH = torch.randn(shape.num_tokens, shape.hidden_size, generator=generator)
     last_TH = last_TH / last_TH.pow(2).mean(-1, keepdim=True).sqrt()
     place = {"device": device(), "dtype": dtype_of(shape)}
-    return Inputs(ids_T.to(device()), torch.ones_like(ids_T, dtype=torch.bool, device=device()), aux_TX.to(**place), last_TH.to(**place))
+    mask_T = torch.cat([torch.arange(length) >= round((1 - shape.supervised_share) * length) for length in shape.document_lengths])
+    return Inputs(ids_T.to(device()), mask_T.to(device()), aux_TX.to(**place), last_TH.to(**place))
 
 
 def run_job(job: Job, build: Callable[[Job], Callable[[Shape, Inputs], float]]) -> dict[str, Any]:

@@ -4,15 +4,17 @@
     .venv/bin/python bench/training_step.py                       # everything; under 15 minutes on two cores that do nothing else
     .venv/bin/python bench/training_step.py --parts step          # or length, vocabulary; --tokens 512 for a quick look, which writes nothing
 
-A step is what a trainer does with one pack: forward, backward, clipping, AdamW; all tokens are supervised and all states random. Every variant
-runs in fresh, alternating processes with the same threads. On a CPU the shapes are those of the quickstart's target (SmolLM2-135M, fp32), on a GPU
-those of an 8B target (bf16 autocast). Writes bench/results/training_step.json.
+A step is what a trainer does with one pack: forward, backward, clipping, AdamW; all states are random. Every variant runs in fresh, alternating
+processes with the same threads. On a CPU the shapes are those of the quickstart's target (SmolLM2-135M, fp32), on a GPU those of an 8B target (bf16
+autocast). A pack is one document that is supervised everywhere, which spares us nothing, or documents of which a part is the user's, as
+conversations are. Writes bench/results/training_step.json.
 
     step        ours       Eagle3 and TorchEngine.train_step, renormalising over the draft vocabulary, as the peer does
                 ours_drop  the same with Eagle3Config's default: a position whose target token cannot be drafted carries no loss, and to find them
                            takes the logits of the target's whole vocabulary
                 naive      bench/naive_eagle3.py: the same loss from explicit masks and full logits
-                speculators  its Eagle3DraftModel and the step of its trainer (bench/peer_speculators.py); it does not train the head, ours does
+                speculators_*  its Eagle3DraftModel and the step of its trainer (bench/peer_speculators.py) with each attention that trains on
+                           this device: on a CPU eager and sdpa, on a GPU flex; it does not train the head, ours does
     length      ours at several T: seconds a token, with and without the causal attention over the step-0 keys, which is quadratic in T
     vocabulary  ours at several target vocabularies V: peak memory without weights, gradients and optimizer state
 """
@@ -83,6 +85,10 @@ GPU_SHAPE = Shape(
     precision="bf16",
 )
 BASE_SHAPE = GPU_SHAPE if HAS_GPU else CPU_SHAPE
+# Documents and the assistant's share of them as in ShareGPT's conversations.
+PACKED = {"document_tokens": 512, "supervised_share": 0.7}
+# On a CPU flex attention has no backward.
+PEER_ATTENTIONS = ("simple_flex_attention",) if HAS_GPU else ("eager", "sdpa")
 STEP_TOKENS = (4096, 8192, 16384) if HAS_GPU else (2048,)
 LENGTHS = (1024, 2048, 4096, 8192)
 VOCABULARIES = (8192, 32768, 131072)
@@ -254,36 +260,31 @@ def ratios(rows: Mapping[str, Mapping[str, Any]], reference: str) -> dict[str, d
     return found
 
 
-def attention_of_peer(shape: Shape, verifier: str, warm_up_tokens: int) -> tuple[str, dict[str, Any]]:
-    """(its fastest attention that trains on this device, what was tried). On a CPU flex attention has no backward."""
-    if HAS_GPU:
-        return "simple_flex_attention", {}
-    quarter = replace(shape, num_tokens=max(warm_up_tokens, shape.num_tokens // 4))
-    jobs = {name: Job(PEER, quarter, warm_up_tokens, 2, verifier, name) for name in ("sdpa", "eager")}
-    seconds = {name: min(samples[0]["seconds"]) for name, samples in run(jobs, 1).items()}
-    return min(seconds, key=seconds.__getitem__), {"tokens": quarter.num_tokens, "seconds": seconds}
-
-
 def measure_step(shape: Shape, tokens: Sequence[int], repeats: int) -> dict[str, Any]:
-    """The variants at each T."""
+    """The variants at each T, on one document and on packed ones."""
     with tempfile.TemporaryDirectory(prefix="headstart-bench-") as verifier:
         job = Job(PEER, shape, 1)
         subprocess.run([str(peer_python()), str(ROOT / "bench" / "peer_speculators.py"), "verifier", verifier, job.to_json()], check=True)
-        attention, tried = attention_of_peer(replace(shape, num_tokens=tokens[0]), verifier, WARM_UP_TOKENS)
         rows = []
         for num_tokens in tokens:
-            at = replace(shape, num_tokens=num_tokens)
-            # Compilation depends on T; where nothing is compiled a step of any length warms up, and one slow step is long enough to be timed.
-            warm_up, fast, slow = (num_tokens, 5, 5) if HAS_GPU else (WARM_UP_TOKENS, 2, 1)
-            jobs = {
-                "ours": Job("ours", at, warm_up, fast),
-                "naive": Job("naive", at, warm_up, slow),
-                PEER: Job(PEER, at, warm_up, slow, verifier, attention),
-                "ours_drop": Job("ours", replace(at, outside="drop"), warm_up, slow),
-            }
-            found = {name: summary(samples, num_tokens) for name, samples in run(jobs, repeats).items()}
-            rows.append({"tokens": num_tokens, "variants": found, "ours_against": ratios(found, "ours")})
-    return {"shape": vars(shape), "peer": f"{PEER} {PEER_VERSION}", "peer_attention": attention, "peer_attention_tried": tried, "rows": rows}
+            for pack, documents in {"one document": {}, "packed": PACKED}.items():
+                jobs = step_jobs(replace(shape, num_tokens=num_tokens, **documents), verifier)
+                found = {name: summary(samples, num_tokens) for name, samples in run(jobs, repeats).items()}
+                rows.append({"tokens": num_tokens, "pack": pack, "variants": found, "ours_against": ratios(found, "ours")})
+    return {"shape": vars(shape), "packed": PACKED, "peer": f"{PEER} {PEER_VERSION}", "rows": rows}
+
+
+def step_jobs(shape: Shape, verifier: str) -> dict[str, Job]:
+    """One process of each variant."""
+    # Compilation depends on T; where nothing is compiled a step of any length warms up, and one slow step is long enough to be timed.
+    warm_up, fast, slow = (shape.num_tokens, 5, 5) if HAS_GPU else (WARM_UP_TOKENS, 2, 1)
+    peers = {f"{PEER}_{attention}": Job(PEER, shape, warm_up, slow, verifier, attention) for attention in PEER_ATTENTIONS}
+    return {
+        "ours": Job("ours", shape, warm_up, fast),
+        "naive": Job("naive", shape, warm_up, slow),
+        **peers,
+        "ours_drop": Job("ours", replace(shape, outside="drop"), warm_up, slow),
+    }
 
 
 def measure_length(shape: Shape, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
@@ -357,11 +358,10 @@ def claims(document: Mapping[str, Any]) -> list[dict[str, Any]]:
         found.append({"claim": claim, "figure": figure, "holds": holds})
 
     for row in document["step"]["rows"] if "step" in document else []:
-        for name in ("naive", PEER):
-            ratio = row["ours_against"][name]
-            if "out_of_memory" in ratio:
+        for name, ratio in row["ours_against"].items():
+            if name == "ours_drop" or "out_of_memory" in ratio:
                 continue
-            at = f"than {name}'s at {row['tokens']} tokens"
+            at = f"than {name}'s at {row['tokens']} tokens, {row['pack']}"
             add(f"tokens/s at least 10 times higher {at}", ratio["speed"], ratio["speed"] >= 10)
             add(f"peak memory at most a third {at}", ratio["memory"], ratio["memory"] <= 1 / 3)
     if "length" in document:

@@ -82,7 +82,7 @@ def test_a_variant_that_does_not_fit_is_said_and_claims_nothing() -> None:
     rows = {"ours": summary([sample(1, 300)], 10), "naive": summary([{"out_of_memory": True}], 10), "speculators": summary([sample(9, 600)], 10)}
     against = ratios(rows, "ours")
     assert against["naive"] == {"out_of_memory": ["naive"]}
-    found = claims({"step": {"rows": [{"tokens": 10, "ours_against": against}]}})
+    found = claims({"step": {"rows": [{"tokens": 10, "pack": "packed", "ours_against": against}]}})
     assert [(claim["figure"], claim["holds"]) for claim in found] == [(9, False), (0.5, False)]
 
 

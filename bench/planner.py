@@ -4,7 +4,7 @@
     python bench/planner.py --case NAME      # one case, in this process
 
 Each case has the quickstart's target (SmolLM2-135M's shapes, random weights: memory does not depend on them) and does what `train/run.py` does:
-drafter, engine, the copy that rank 0 measures with, the features of two steps, two optimizer steps.
+drafter, engine, the copy that rank 0 measures with, the features of two steps, three optimizer steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from train.memory import Work, device_total, sharding_of, step_parts
 from train.plan import drafter_sizes
 
 BOUND = 0.15
-NUM_STEPS = 2
+NUM_STEPS = 3
 SUPERVISED_SHARE = 0.75
 
 
@@ -140,7 +140,7 @@ def _build(case: Case, target: LlamaConfig, device: torch.device) -> Drafter:
 
 
 def _train(case: Case, target: LlamaConfig, batches: list[Features]) -> None:
-    """Two steps, as train/run.py takes them."""
+    """Three steps, as train/run.py takes them."""
     processes = Processes("torch" if case.deepspeed_config is None else "deepspeed")
     precision = "bf16" if case.precision == "bf16" else "fp32"
     drafter = _build(case, target, processes.device)
@@ -167,7 +167,7 @@ def main() -> None:
         print(json.dumps(run_case(CASES[arguments.case])), flush=True)
         return
     variants = {name: [sys.executable, __file__, "--case", name] for name in CASES}
-    found = measure.alternate(variants, arguments.repeats, env={"OMP_NUM_THREADS": "2"})
+    found = measure.alternate(variants, arguments.repeats, env={"OMP_WAIT_POLICY": "PASSIVE"})
     results = {name: _compared(CASES[name], runs) for name, runs in found.items()}
     largest = max(abs(result["relative_error"]["median"]) for result in results.values())
     document = {

@@ -30,7 +30,7 @@ from data.shards import StoreHeader
 from data.target import Target, TargetHeads, load_tokenizer, stored_dtype, target_hf_config
 from data.vocab import DraftVocabulary
 from train.config import RunConfig
-from train.drafters.base import Drafter, DrafterConfig, FeatureRequest, load_drafter_class
+from train.drafters.base import Drafter, DrafterConfig, load_drafter_class
 from train.drafters.eagle3 import Eagle3Config
 from train.drafters.medusa1 import Medusa1Config
 from train.engine import check_launch, resolve_precision
@@ -108,19 +108,13 @@ def make_plan(config: RunConfig, machine_config: MachineConfig | None = None) ->
     machine = machine_of(machine_config)
     if machine.is_here:
         check_launch(config.train.packs_per_step, config.train.deepspeed_config)
-    target = target_hf_config(config.target)
-    request = load_drafter_class(config.drafter.algorithm).feature_request_of(config.drafter, target)
-    sizes, num_target = drafter_sizes(config.drafter, target), num_target_parameters(target)
+    subject = subject_of(config, machine)
+    target, sizes, num_target = subject.target, subject.sizes, num_target_parameters(subject.target)
     lengths, is_exact = _document_lengths(config, machine_config.tokens)
     num_tokens = int(lengths.sum())
     steps = PackPlan(lengths, config.train.pack_tokens, config.train.packs_per_step, config.train.seed).num_steps(config.train.num_epochs)
     num_steps = steps if config.train.max_steps is None else min(steps, config.train.max_steps)
     num_train_tokens = int(num_tokens * config.train.num_epochs * num_steps / steps)
-    precision = resolve_precision(config.train.precision, "cuda" if machine.has_gpu else "cpu")
-    item_bytes = (stored_dtype(target) if config.target.dtype == "auto" else getattr(torch, config.target.dtype)).itemsize
-    num_states = len(request.aux_layers) + request.last
-    is_online = config.features.mode == "online" and not config.drafter.trains_target and num_states > 0
-    subject = Subject(config, target, sizes, num_states, item_bytes, num_target * item_bytes if is_online else 0, precision == "bf16")
     chosen, smallest = choose(subject, machine)
     return Plan(
         machine=machine,
@@ -131,14 +125,34 @@ def make_plan(config: RunConfig, machine_config: MachineConfig | None = None) ->
         is_exact=is_exact,
         num_steps=num_steps,
         num_train_tokens=num_train_tokens,
-        precision=precision,
-        disk=_disk(config, target, request, num_tokens, sizes.num_trained, machine),
-        target_memory_bytes=machine.base_bytes + num_target * item_bytes + forward_bytes(target, _EXTRACTION_TOKENS, num_states, item_bytes),
+        precision="bf16" if subject.is_bf16 else "fp32",
+        disk=_disk(config, target, num_tokens, sizes.num_trained, machine),
+        target_memory_bytes=machine.base_bytes
+        + num_target * subject.feature_bytes
+        + forward_bytes(target, _EXTRACTION_TOKENS, subject.num_states, subject.feature_bytes),
         given=as_given(subject, machine),
         chosen=chosen,
         smallest=smallest,
-        training_flops=num_train_tokens * training_flops_per_token(config.drafter, target, sizes, num_target, is_online),
+        training_flops=num_train_tokens * training_flops_per_token(config.drafter, target, sizes, num_target, subject.target_bytes > 0),
         extraction_flops=2.0 * num_target * num_tokens if config.features.mode == "offline" else 0.0,
+    )
+
+
+def subject_of(config: RunConfig, machine: Machine) -> Subject:
+    """What is to be trained on a machine, in bytes and parameters."""
+    target = target_hf_config(config.target)
+    request = load_drafter_class(config.drafter.algorithm).feature_request_of(config.drafter, target)
+    num_states = len(request.aux_layers) + request.last
+    item_bytes = (stored_dtype(target) if config.target.dtype == "auto" else getattr(torch, config.target.dtype)).itemsize
+    is_online = config.features.mode == "online" and not config.drafter.trains_target and num_states > 0
+    return Subject(
+        config=config,
+        target=target,
+        sizes=drafter_sizes(config.drafter, target),
+        num_states=num_states,
+        feature_bytes=item_bytes,
+        target_bytes=num_target_parameters(target) * item_bytes if is_online else 0,
+        is_bf16=resolve_precision(config.train.precision, "cuda" if machine.has_gpu else "cpu") == "bf16",
     )
 
 
@@ -155,7 +169,8 @@ def training_flops_per_token(config: DrafterConfig, target: PretrainedConfig, si
     return 6.0 * sizes.num_trained + 6.0 * head + online  # EAGLE-1, through the target's head
 
 
-def _disk(config: RunConfig, target: PretrainedConfig, request: FeatureRequest, num_tokens: int, num_trained: int, machine: Machine) -> Disk:
+def _disk(config: RunConfig, target: PretrainedConfig, num_tokens: int, num_trained: int, machine: Machine) -> Disk:
+    request = load_drafter_class(config.drafter.algorithm).feature_request_of(config.drafter, target)
     header = StoreHeader(
         target="",
         samples="",

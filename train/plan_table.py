@@ -146,7 +146,7 @@ def _too_large_target(plan: Plan) -> list[str]:
         f"the target does not fit one GPU: it is loaded whole on each, and lacks {_gb(missing)}; it cannot be split over several GPUs yet. Possible "
         f"now: run the same command, up to the training stage, on a machine with devices of {needed:,.0f} GiB, or on a CPU with as much host memory "
         "for each process (CUDA_VISIBLE_DEVICES=, and --eval.dtype bfloat16 in every run; slow), with the runs/ folder on a disk that both see; then "
-        "train here, where training reads the store, and of the target embedding, head and norm only; and evaluate there again."
+        "train where training fits: it reads the store, and of the target embedding, head and norm only; and evaluate there again."
     ]
 
 

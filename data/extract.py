@@ -174,10 +174,10 @@ class _ShardWriter:
         )
 
 
-def is_served_by(folder: Path, header: StoreHeader) -> bool:
+def is_served_by(folder: Path, header: StoreHeader, is_shown: bool = True) -> bool:
     """Whether the folder holds a finished store with at least these states of these documents: one store can serve several drafters.
 
-    Lossless states serve who asked for 8-bit ones, and a line says so; 8-bit states do not serve who asked for lossless ones.
+    Lossless states serve who asked for 8-bit ones, and a line says so where `is_shown`; 8-bit states do not serve who asked for lossless ones.
 
     Raises:
         ValueError: if it holds a finished store that lacks states, or one of another target or other documents.
@@ -193,7 +193,7 @@ def is_served_by(folder: Path, header: StoreHeader) -> bool:
         )
     _check_folder(folder, replace(header, aux_layers=found.aux_layers, has_last=found.has_last, storage=found.storage))
     store.require(header.aux_layers, header.has_last)
-    if header.storage != found.storage:
+    if is_shown and header.storage != found.storage:
         print(f"{folder} holds {found.storage} states already: they are read instead of extracting {header.storage} ones", flush=True)
     return True
 

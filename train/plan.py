@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from data.chat import ChatTokenizer, SampleError
 from data.conversations import read_conversations
 from data.extract import document_lengths
-from data.loader import PackPlan
+from data.loader import PackPlan, shuffled_once
 from data.report import DataReport
 from data.shards import StoreHeader
 from data.target import Target, TargetHeads, load_tokenizer, stored_dtype, target_hf_config
@@ -239,7 +239,7 @@ def _document_lengths(config: RunConfig, num_tokens: int | None) -> tuple[np.nda
     folder = config.run_dir / ("regenerated" if is_regenerated else "data")
     if folder.exists():
         loaded = load_from_disk(str(folder))
-        return document_lengths(loaded if isinstance(loaded, Dataset) else loaded["train"]), True
+        return document_lengths(shuffled_once(loaded if isinstance(loaded, Dataset) else loaded["train"])), True
     if num_tokens is not None:
         return _even_lengths(num_tokens, max(1, 2 * num_tokens // config.data.max_length)), False
     report = config.run_dir / "data_report.json"

@@ -185,7 +185,7 @@ class Run:
                 hidden_size=target.hidden_size,
                 storage=features.storage,
             )
-            if features.path is not None and is_served_by(folder, header):
+            if features.path is not None and is_served_by(folder, header, is_shown=processes.is_main):
                 return
             extract(target, samples, folder, header=header, shard_tokens=features.shard_tokens, rank=processes.rank, world_size=processes.world_size)
             processes.barrier()

@@ -17,7 +17,7 @@ from recipes.medusa1 import recipe as medusa1
 from train.cli import CommandLine
 from train.config import RunConfig
 from train.engine import read_deepspeed_config
-from train.fit import RUNGS, Setting, choose, command_line, kept_arguments, pack_sizes, with_setting
+from train.fit import RUNGS, Setting, choose, command_line, kept_arguments, pack_sizes, setting, with_setting
 from train.machine import MachineConfig, machine_of
 from train.memory import device_total
 from train.plan import Plan, make_plan, subject_of
@@ -100,8 +100,12 @@ def test_the_preference_goes_from_what_costs_nothing_to_what_costs_most(targets:
 
 def test_the_first_setting_that_fits_is_taken_not_the_smallest(targets: Path, tmp_path: Path) -> None:
     config = run_of(eagle3(), targets, "70b", tmp_path)
-    plan = plan_of(config, 40)
-    assert (chosen(plan).rung.name, chosen(plan).pack_tokens, chosen(plan).packs_per_rank) == ("ZeRO-2", 2048, 8)
+    plan, subject = plan_of(config, 40), subject_of(config, machine_of(MachineConfig(gpus=4, gpu_memory_gb=40)))
+    assert chosen(plan).rung.zero_file is not None and not chosen(plan).rung.recomputes
+    dearer = [rung for rung in RUNGS if rung.recomputes and rung.zero_file is not None]
+    assert chosen(plan).total_bytes > min(setting(subject, plan.machine, rung, 2048).total_bytes for rung in dearer)
+    for rung in RUNGS[: RUNGS.index(chosen(plan).rung)]:
+        assert all(setting(subject, plan.machine, rung, size).total_bytes > plan.machine.usable_bytes for size in (8192, 4096, 2048))
     assert plan.given.total_bytes > plan.machine.usable_bytes
 
 
@@ -126,8 +130,8 @@ def test_the_batch_is_kept_and_the_ranks_share_it_evenly(targets: Path, tmp_path
     assert pack_sizes(config, 32) == [2048]
     assert pack_sizes(config, 64) == []  # 1024 is less than data.max_length
     for gpus, nodes in ((4, 1), (4, 2), (8, 4)):
-        setting = chosen(plan_of(config, 80, gpus=gpus, nodes=nodes))
-        assert setting.pack_tokens * setting.packs_per_rank * gpus * nodes == config.train.batch_tokens
+        found = chosen(plan_of(config, 80, gpus=gpus, nodes=nodes))
+        assert found.pack_tokens * found.packs_per_rank * gpus * nodes == config.train.batch_tokens
 
 
 def test_ranks_that_no_pack_can_serve_are_told_the_batch_that_would(targets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,8 +244,7 @@ def test_the_printed_command_is_one_that_the_recipe_accepts_and_means_the_choice
     ],
 )
 def test_each_launcher_is_named_as_it_is_called(machine: MachineConfig, rung: int, start: str) -> None:
-    setting = Setting(RUNGS[rung], 2048, 1, [], 0)
-    assert command_line(setting, machine_of(machine), "r.py", []).startswith(start + " --train.pack-tokens 2048 ")
+    assert command_line(Setting(RUNGS[rung], 2048, 1, [], 0), machine_of(machine), "r.py", []).startswith(start + " --train.pack-tokens 2048 ")
 
 
 def test_arguments_that_the_planner_decides_are_replaced() -> None:

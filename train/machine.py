@@ -20,8 +20,8 @@ DeviceKind = Literal["auto", "a100", "h100", "h200", "b200", "l40s", "other-gpu"
 # Dense bf16 TFLOP/s by the data sheets.
 _PEAK_TFLOPS = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "other-gpu": 100.0}
 _FORWARD_SHARE, _TRAINING_SHARE = 0.4, 0.3
-# Measured on one core of an AMD EPYC: SmolLM2 reads about 480 tokens/s a core (platform facts), and the quickstart trains at about as many FLOP/s.
-_CPU_TFLOPS_PER_CORE = 0.06
+# Measured on a core of an AMD EPYC: SmolLM2's 0.27 GFLOP a token at 480 tokens/s, and the quickstart's 7 minutes come to about as much.
+_CPU_TFLOPS_PER_CORE = 0.13
 # The CUDA context with cuBLAS and cuDNN, and NCCL's channels where there are several ranks.
 _CUDA_BYTES, _NCCL_BYTES = 600_000_000, 400_000_000
 _CPU_PROCESS_BYTES = 550_000_000  # Python with torch, transformers and datasets

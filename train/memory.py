@@ -228,9 +228,9 @@ def _rotary_bytes(shape: LayerShape, num_queries: int, num_keys: int) -> int:
 
 
 def _finish_bytes(shape: LayerShape, num_rows: int, precision: Precision) -> int:
-    """After attention: the norm's fp32 input and its result, the MLP's input (autocast casts it for each matrix), gate, up, silu, product."""
+    """After attention: the norm's input and fp32 scale, the MLP's input, gate, up and their product."""
     hidden, inner, item = shape.hidden_size, shape.intermediate_size, precision.compute_bytes
-    return num_rows * (4 * hidden + item * hidden * (1 + (2 if precision.autocasts else 1)) + 4 + 4 * inner * item)
+    return num_rows * (2 * hidden * item + 4 + 3 * inner * item)
 
 
 def _layer_weight_copies(shape: LayerShape, attention_width: int, precision: Precision) -> int:
@@ -250,16 +250,16 @@ def _eagle3_activations(config: Eagle3Config, target: PretrainedConfig, work: Wo
     copies_features = precision.autocasts or precision.weight_bytes != work.feature_bytes
     fc_input = tokens * num_aux * hidden * item if copies_features else 0
     attention = _attention_bytes(shape, rows, tokens, precision) + (steps - 1) * _attention_bytes(shape, rows, rows, precision)
-    # Each step's outputs: gathered for the final norm, normalised, and their gradient from the loss.
-    outputs = steps * rows * (hidden * (4 + item + precision.weight_bytes) + 4 + 8)
+    # Each step's outputs: gathered for the final norm, with its scale; and their gradient, which the loss forms at once.
+    outputs = steps * rows * (hidden * (item + precision.weight_bytes) + 4 + 8)
     head = (config.vocabulary_size(target.vocab_size) or target.vocab_size) * hidden * precision.weight_bytes
     if work.recomputes:
         kept = tokens * (hidden * item + 16) + steps * rows * (hidden * item + 16)
         return fc_input + kept + attention + outputs + head
-    norms = hidden * (precision.weight_bytes + 4 + item) + 4
-    width = 2 * hidden * item
-    first = tokens * (norms + width * (2 if precision.autocasts else 1)) + rows * width + _rotary_bytes(shape, rows, tokens)
-    later = rows * (norms + width * (3 if precision.autocasts else 1)) + _rotary_bytes(shape, rows, rows)
+    # The inputs of the norms of embedding and hidden state, with their scales; queries, keys and values share one input of both.
+    norms, width = hidden * (precision.weight_bytes + item) + 8, 2 * hidden * item
+    first = tokens * (norms + width) + rows * width + _rotary_bytes(shape, rows, tokens)
+    later = rows * (norms + width) + _rotary_bytes(shape, rows, rows)
     layer = first + (steps - 1) * later + steps * _finish_bytes(shape, rows, precision)
     return fc_input + layer + attention + outputs + head + _layer_weight_copies(shape, 2 * hidden, precision)
 
@@ -294,7 +294,7 @@ def _target_activations(target: PretrainedConfig, work: Work, precision: Precisi
     norm = tokens * (shape.hidden_size * (4 + item) + 4)
     attention = _attention_bytes(shape, tokens, tokens, precision) + _rotary_bytes(shape, tokens, tokens) // 2 + 2 * tokens * query_width * item
     inputs = 4 * shape.hidden_size + query_width + shape.hidden_size + shape.intermediate_size  # of the adapters: q, k, v, gate, o, up, down
-    adapters = tokens * inputs * (item + 4 + 1)  # dropout's result in the adapter's fp32, its cast, and the mask
+    adapters = tokens * inputs * (item + 1 + (2 if precision.autocasts else 0))  # dropout's result and mask, and the cast that autocast makes
     layer = 2 * norm + attention + adapters + tokens * (4 * shape.intermediate_size + 2 * shape.hidden_size + key_width) * item
     return work.target_layers * layer
 
@@ -319,20 +319,18 @@ def loss_buffer_bytes(config: DrafterConfig, target: PretrainedConfig, work: Wor
 
 
 def backward_buffer_bytes(config: DrafterConfig, target: PretrainedConfig, work: Work, precision: Precision, largest: int) -> int:
-    """What the backward pass holds for a while: gradients of the students, of one layer's activations and of one weight; what is recomputed."""
+    """What the backward pass holds for a while: gradients of one layer's activations and of one weight; what is recomputed."""
     rows, item, weight = work.num_supervised, precision.compute_bytes, precision.weight_bytes
     weight_gradient = largest * (weight + (item if precision.autocasts else 0))
     if isinstance(config, Medusa1Config):
         return weight_gradient + 2 * rows * target.hidden_size * weight
     shape = LayerShape.from_target(target, config.intermediate_size if isinstance(config, (Eagle1Config, Eagle3Config)) else None)
-    steps = config.ttt_steps if isinstance(config, Eagle3Config) else 1
-    students = steps * rows * shape.hidden_size * weight
     layer = rows * (3 * shape.intermediate_size * item + 4 * shape.hidden_size * 4)
     # Of attention: output, its gradient, queries and theirs at all tokens; in fp32 the later steps' where something is supervised.
     query_width = shape.num_heads * shape.head_dim
     attention = 4 * work.num_tokens * query_width * item + 5 * rows * query_width * 4
     recomputed = _finish_bytes(shape, rows, precision) if work.recomputes else 0
-    return weight_gradient + students + layer + attention + recomputed
+    return weight_gradient + layer + attention + recomputed
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------------

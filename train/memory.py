@@ -325,7 +325,8 @@ def backward_buffer_bytes(config: DrafterConfig, target: PretrainedConfig, work:
     if isinstance(config, Medusa1Config):
         return weight_gradient + 2 * rows * target.hidden_size * weight
     shape = LayerShape.from_target(target, config.intermediate_size if isinstance(config, (Eagle1Config, Eagle3Config)) else None)
-    layer = rows * (3 * shape.intermediate_size * item + 4 * shape.hidden_size * 4)
+    # Of the MLP: the product's gradient, it times up and times silu(gate), silu(gate), gate's; of the norm: fp32 states and gradients.
+    layer = rows * (5 * shape.intermediate_size * item + 6 * shape.hidden_size * 4)
     # Of attention: output, its gradient, queries and theirs at all tokens; in fp32 the later steps' where something is supervised.
     query_width = shape.num_heads * shape.head_dim
     attention = 4 * work.num_tokens * query_width * item + 5 * rows * query_width * 4

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from transformers import LlamaConfig
 
 import train.cli as cli_module
+from data.storage import bytes_per_state
 from eval.evaluation import Evaluation
 from recipes.eagle3 import recipe
 from train.cli import main, strip_launcher_flags
+from train.config import FeaturesConfig
 from train.drafters.base import algorithms, load_drafter_class
 from train.plan import num_parameters
 
@@ -71,7 +74,7 @@ def test_what_the_help_says_a_recipe_costs_is_so(name: str) -> None:
     config = importlib.import_module(f"recipes.{name}").recipe().drafter
     num_trained, _ = num_parameters(config, target)
     request = load_drafter_class(name).feature_request_of(config, target)
-    stored = 2 * 4096 * (len(request.aux_layers) + request.last)
+    stored = bytes_per_state(FeaturesConfig().storage, 4096, torch.bfloat16) * (len(request.aux_layers) + request.last)
     expected = f"{num_trained / 1e9:.2f} B; {f'{stored / 1e3:.1f} kB' if stored else 'nothing stored'}; {16 * num_trained / 1e9:.1f} GB"
     assert cli_module.RECIPES[name].startswith(expected)
     if name == "medusa1":

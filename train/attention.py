@@ -73,7 +73,8 @@ class _TTTAttention(torch.autograd.Function):
         num_tokens, num_kv_heads, _ = base_key_TMD.shape
         grad_RMGD = grad_RND.unflatten(1, (num_kv_heads, -1)).to(out_RMGD.dtype).contiguous()
         grad_query_TMGD, grad_key_TMD, grad_value_TMD = _base_backward(
-            *(_spread(tensor, ctx.rows_R, num_tokens) for tensor in (grad_RMGD, query_RMGD)),
+            _spread(grad_RMGD, ctx.rows_R, num_tokens),
+            _spread(query_RMGD, ctx.rows_R, num_tokens),
             base_key_TMD,
             base_value_TMD,
             _spread(out_RMGD, ctx.rows_R, num_tokens),

@@ -21,13 +21,13 @@ from train.run import run
 _OTHER_RANKS_FIRST_S = 5.0
 # tests/test_cli.py counts every figure again.
 RECIPES_ABOUT = (
-    "The recipes for a target of 8B (hidden size 4096, 128,256 tokens): trained parameters; bytes stored for each token of data, in bf16; "
+    "The recipes for a target of 8B (hidden size 4096, 128,256 tokens): trained parameters; bytes stored for each token of data; "
     "memory for weights, gradients and AdamW in fp32. --dry-run says it for your target."
 )
 RECIPES = {
-    "eagle3": "0.42 B; 32.8 kB; 6.8 GB. The longest acceptance: one decoder layer over three middle states, trained as it will be used.",
-    "eagle1": "0.25 B; 8.2 kB; 4.0 GB. One decoder layer that predicts the target's next state; the target's own head.",
-    "medusa1": "2.71 B; 8.2 kB; 43.4 GB (0.08 B and 1.3 GB with --drafter.shared-lm-head). Five heads, no attention, no cache; vLLM only.",
+    "eagle3": "0.42 B; 17.4 kB; 6.8 GB. The longest acceptance: one decoder layer over three middle states, trained as it will be used.",
+    "eagle1": "0.25 B; 4.4 kB; 4.0 GB. One decoder layer that predicts the target's next state; the target's own head.",
+    "medusa1": "2.71 B; 4.4 kB; 43.4 GB (0.08 B and 1.3 GB with --drafter.shared-lm-head). Five heads, no attention, no cache; vLLM only.",
     "medusa2": "2.79 B; nothing stored; 44.7 GB and the target twice. Medusa heads with a target trained to fit them, served instead of yours.",
 }
 

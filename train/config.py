@@ -53,7 +53,7 @@ class FeaturesConfig:
     mode: Literal["offline", "online"] = "offline"
     path: Path | None = None
     shard_tokens: int = 65536
-    storage: Storage = "lossless"
+    storage: Storage = "int8"
 
 
 @dataclass(frozen=True)

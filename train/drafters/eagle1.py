@@ -163,8 +163,8 @@ class Eagle1(Drafter):
         diagonals: list[tuple[Tensor, Tensor]] = []
         for step in range(1, num_steps):
             input_RH = self._input(batch.known_tokens(step)[rows_R], outputs[-1])
-            query_RND, *key_and_value = self.layer.project(input_RH, batch.position_T[rows_R] + step)
-            diagonals.append(tuple(key_and_value))
+            query_RND, step_key, step_value = self.layer.project(input_RH, batch.position_T[rows_R] + step)
+            diagonals.append((step_key, step_value))
             attended_RND = ttt_attention(query_RND, key_TMD, value_TMD, diagonals, batch.document_lengths, rows_R)
             outputs.append(self.layer.finish(attended_RND, input_RH))
         return outputs

@@ -217,8 +217,8 @@ class Eagle3(Drafter):
         diagonals: list[tuple[Tensor, Tensor]] = []
         for step in range(1, num_steps):
             ids_P, position_P = batch.known_tokens(step)[rows_P], batch.position_T[rows_P] + step
-            query_PND, *key_and_value = self.recomputed(self._project, outputs[-1], ids_P, position_P)
-            diagonals.append(tuple(key_and_value))
+            query_PND, step_key, step_value = self.recomputed(self._project, outputs[-1], ids_P, position_P)
+            diagonals.append((step_key, step_value))
             attended_PND = ttt_attention(query_PND, key_TMD, value_TMD, diagonals, batch.document_lengths, rows_P)
             outputs.append(self.recomputed(self.midlayer.finish, attended_PND, outputs[-1]))
         return outputs

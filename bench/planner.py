@@ -153,7 +153,7 @@ def _train(case: Case, target: LlamaConfig, batches: list[Features]) -> None:
     copy = _build(case, target, processes.device).to(processes.device)
     for step in range(NUM_STEPS):
         first = step % 2 * case.packs_per_rank
-        packs = [drafter_batch(pack.to(processes.device)) for pack in batches[first : first + case.packs_per_rank]]
+        packs = [drafter_batch(pack) for pack in batches[first : first + case.packs_per_rank]]
         engine.train_step(packs, StepRates(1e-4, drafter.schedule(step, NUM_STEPS)))
     del copy
 

@@ -86,6 +86,11 @@ class DrafterBatch:
     def document_lengths(self) -> tuple[int, ...]:
         return self.features.document_lengths
 
+    def to(self, device: torch.device | str) -> DrafterBatch:
+        """The same batch on another device."""
+        position_T, remaining_T = (tensor.to(device, non_blocking=True) for tensor in (self.position_T, self.remaining_T))
+        return DrafterBatch(self.features.to(device), position_T, remaining_T)
+
     def shift(self, values_T: Tensor, distance: int) -> Tensor:
         """values_T[i + distance] where that position is in the same document, else zero (False)."""
         shifted_T = torch.zeros_like(values_T)

@@ -43,7 +43,7 @@ from data.target import Target
 
 _HEADER_FILE = "header.json"
 _IS_FINITE = "is_finite"
-_PACK_TOKENS = 4096
+_PACK_TOKENS = 2048
 _LENGTHS_AT_ONCE = 8192
 
 

@@ -220,13 +220,18 @@ def test_what_lasts_through_training_is_counted_once_each() -> None:
     found = step(packs_per_rank=3)
     assert found["the target's embedding, head and norm"] == heads_bytes(TARGET, True) == (2 * 512 + 1) * 64 * 2
     assert found["rank 0's copy to measure with"] == 4_000_000 + heads_bytes(TARGET, True)
-    assert found["features of a step"] == 3 * TOKENS * (4 * 64 * 2 + 8 + 1 + 16)
+    assert found["features of a micro-batch"] == TOKENS * (4 * 64 * 2 + 8 + 1 + 16)
     assert found["gradients"] == 4_000_000
     assert "rank 0's copy to measure with" not in step(is_main=False)
 
 
 def test_without_a_gpu_the_next_steps_features_are_in_the_same_memory() -> None:
-    assert step(has_gpu=False)["features of a step and the next"] == 2 * step()["features of a step"]
+    assert step(has_gpu=False)["features of a step and the next"] == 2 * step()["features of a micro-batch"]
+
+
+def test_an_online_target_makes_the_features_of_a_whole_step_on_the_gpu() -> None:
+    online = step(packs_per_rank=3, is_prefetched=False)
+    assert online["features of a step"] == 3 * step(packs_per_rank=3)["features of a micro-batch"]
 
 
 def test_a_tied_target_has_one_matrix() -> None:

@@ -194,7 +194,7 @@ def test_an_online_target_is_in_every_ranks_memory_and_time(targets: Path, tmp_p
     config = run_of(eagle3(), targets, "8b", tmp_path)
     offline = plan_of(config, 80)
     online = plan_of(dataclasses.replace(config, features=dataclasses.replace(config.features, mode="online")), 80)
-    assert online.given.total_bytes - offline.given.total_bytes == pytest.approx(1.05 * 2 * 8_030_261_248, rel=0.01)
+    assert online.given.total_bytes - offline.given.total_bytes == pytest.approx(1.05 * 2 * 8_030_261_248, rel=0.02)
     assert online.training_flops - offline.training_flops == pytest.approx(2 * 8_030_261_248 * 4 * TOKENS)
 
 

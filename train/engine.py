@@ -78,7 +78,7 @@ class Engine(Protocol):
     processes: Processes
 
     def train_step(self, batches: Sequence[DrafterBatch], rates: StepRates) -> StepOutput:
-        """One optimizer step over this rank's micro-batches of the global batch."""
+        """One optimizer step over this rank's micro-batches of the global batch; each comes to the device when its turn has come."""
 
     def save(self, folder: Path) -> None:
         """Writes parameters and optimizer state; called by every rank."""
@@ -180,7 +180,7 @@ class TorchEngine:
         for index, batch in enumerate(batches):
             with self._without_reduction(is_last=index == len(batches) - 1):
                 with torch.autocast(self.processes.device.type, dtype=torch.bfloat16, enabled=self._autocasts):
-                    output = self._model(batch)
+                    output = self._model(batch.to(self.processes.device))
                 (output.loss_sum * scale).backward()
             losses.append(output.loss_sum.detach())
             _add(metrics, output.metrics)
@@ -289,7 +289,7 @@ class DeepSpeedEngine:
         losses: list[Tensor] = []
         metrics: dict[str, Tensor] = {}
         for batch in batches:
-            loss_sum, sums = self._engine(batch)
+            loss_sum, sums = self._engine(batch.to(self.processes.device))
             self._engine.backward(loss_sum * scale)
             self._engine.step()
             losses.append(loss_sum.detach())

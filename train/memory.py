@@ -400,8 +400,13 @@ def _lasting_parts(target: PretrainedConfig, sizes: DrafterSizes, num_states: in
         parts.append(Part("the online target", work.online_target_bytes))
     if is_main:
         parts.append(Part("rank 0's copy to measure with", 4 * sizes.num_trained + target_parts + frozen))
-    # The micro-batches of a step go to the GPU together; those of the next wait in the host's memory.
-    parts.append(Part("features of a step" if work.has_gpu else "features of a step and the next", features + (0 if work.has_gpu else ahead), ahead))
+    if not work.has_gpu:
+        parts.append(Part("features of a step and the next", features + ahead))
+    elif work.is_prefetched:
+        # A micro-batch comes to the GPU when its turn has come; the others wait in the host's memory.
+        parts.append(Part("features of a micro-batch", features // work.packs_per_rank, features + ahead))
+    else:
+        parts.append(Part("features of a step", features))
     return parts
 
 

@@ -258,7 +258,7 @@ class Run:
             packs = next(steps)
             waited_s = time.monotonic() - waiting
             rates = StepRates(config.optim.rate(step, num_steps), drafter.schedule(step, num_steps))
-            output = engine.train_step([drafter_batch(pack.to(processes.device)) for pack in packs], rates)
+            output = engine.train_step([drafter_batch(pack) for pack in packs], rates)
             done = step + 1
             if not np.isfinite(output.loss):
                 raise ValueError(

@@ -49,7 +49,7 @@ class TrainingFacts:
 
     Attributes:
         train_seconds: wall time of the training stage.
-        total_seconds: wall time of all stages, those of earlier starts included.
+        total_seconds: wall time of all stages, those of earlier starts and the evaluation included.
         num_train_tokens: tokens that the drafter was trained on, repeats counted.
         num_steps: optimizer steps.
         best_step: the step whose weights were exported.

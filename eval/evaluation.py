@@ -7,6 +7,7 @@ as an engine reads it, and on the very trajectories that `eval.serve` sends to t
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -118,6 +119,7 @@ class Evaluation:
         training: TrainingFacts,
     ) -> None:
         """Measures the exported checkpoint and the untrained drafter; writes report.json and training.png; prints the summary."""
+        started = time.monotonic()
         measured_config = measured_target(target, settings, device)
         drafter = exported_drafter(run_dir / "export", measured_config, device)
         packs = read_packs(answers_dir / "answers.safetensors")
@@ -138,7 +140,7 @@ class Evaluation:
             speedup=speedup,
             lossless=lossless,
             near_ties=near_ties,
-            training=training,
+            training=replace(training, total_seconds=training.total_seconds + time.monotonic() - started),
             measured_on=MeasuredOn(
                 algorithm=drafter.config.algorithm,
                 target=target.model,

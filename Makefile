@@ -24,7 +24,7 @@ PEERS_READY := $(PEERS_ENV)/.ready
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-input
 
 help:
-	@echo "make quickstart   train, measure and export a drafter for SmolLM2-135M on this machine, about 15 minutes"
+	@echo "make quickstart   train, measure and export a drafter for SmolLM2-135M on this machine, about 10 minutes"
 	@echo "make test         the tests; test-slow: those with the real vLLM and the long ones; test-all: both"
 	@echo "make vllm         install the real vLLM in an environment of its own (~/.cache/headstart, about 4 GB)"
 	@echo "make peers        install the trainer that bench/training_step.py measures beside ours, likewise (about 1.5 GB)"

@@ -40,7 +40,7 @@ import torch
 import tyro
 from transformers import LlamaConfig
 
-from bench.measure import about, alternate, spread, write_results
+from bench.measure import RESULTS, about, alternate, spread, write_results
 from bench.naive_eagle3 import naive_loss
 from bench.step_worker import (
     LEARNING_RATE,
@@ -67,6 +67,7 @@ from train.engine import Processes, StepRates, TorchEngine
 from train.optim import OptimConfig
 
 Part = Literal["step", "length", "vocabulary"]
+NAME = "training_step"
 PEER = "speculators"
 PEER_VERSION = "0.9.0"
 HAS_GPU = torch.cuda.is_available()
@@ -381,7 +382,7 @@ def main(
 ) -> None:
     """
     Args:
-        parts: what is measured; the result file then holds these parts alone.
+        parts: what is measured; the result file keeps the others as they were.
         repeats: processes of each variant.
         tokens: other T than the bench's, for a look that writes nothing; the part vocabulary takes the first.
         job: what a process that this one starts measures, as JSON.
@@ -389,20 +390,21 @@ def main(
     if job is not None:
         print(json.dumps(work(Job.from_json(job))))
         return
-    document: dict[str, Any] = {"about": about(("torch", "transformers"))}
-    if "step" in parts:
-        document["step"] = measure_step(BASE_SHAPE, tokens or STEP_TOKENS, repeats)
-    if "length" in parts:
-        document["length"] = measure_length(BASE_SHAPE, tokens or LENGTHS, repeats)
-    if "vocabulary" in parts:
-        document["vocabulary"] = measure_vocabulary(replace(BASE_SHAPE, num_tokens=(tokens or STEP_TOKENS)[0]), VOCABULARIES)
+    measure: dict[Part, Callable[[], dict[str, Any]]] = {
+        "step": lambda: measure_step(BASE_SHAPE, tokens or STEP_TOKENS, repeats),
+        "length": lambda: measure_length(BASE_SHAPE, tokens or LENGTHS, repeats),
+        "vocabulary": lambda: measure_vocabulary(replace(BASE_SHAPE, num_tokens=(tokens or STEP_TOKENS)[0]), VOCABULARIES),
+    }
+    written = RESULTS / f"{NAME}.json"
+    document: dict[str, Any] = json.loads(written.read_text()) if written.exists() and not tokens else {}
+    document |= {part: {"about": about(("torch", "transformers")), **measure[part]()} for part in parts}
     document["claims"] = claims(document)
     for claim in document["claims"]:
         print(f"{'holds' if claim['holds'] else 'DOES NOT HOLD'}: {claim['claim']} ({claim['figure']:.3g})")
     if tokens:
         print(json.dumps({part: _without_samples(document[part]) for part in parts}, indent=1))
     else:
-        write_results("training_step", document)
+        write_results(NAME, document)
 
 
 def _without_samples(value: Any) -> Any:

@@ -56,6 +56,19 @@ def test_loss_counts_and_gradients_equal_the_naive_form(monkeypatch, kind, vocab
         torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("head_rows", [4, 1000])
+def test_bf16_autocast_stays_near_fp32(monkeypatch, head_rows):
+    monkeypatch.setattr(losses, "_HEAD_ROWS", head_rows)
+    teacher, student, head, weight = setup(torch.arange(0, 22, 2), False)
+    found = []
+    for is_bf16 in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
+            sums = distillation_loss(student, head, teacher, weight, "ce")
+        found.append([sums.loss_sum.detach(), *torch.autograd.grad(sums.loss_sum, (student, head))])
+    for exact, rounded in zip(*found, strict=True):
+        torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.02 * float(exact.abs().max()))
+
+
 @pytest.mark.parametrize("chunk_elements", [1, 100, 2**24])
 def test_hard_labels_give_the_weighted_cross_entropy_and_its_gradients(monkeypatch, chunk_elements):
     monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_elements)

@@ -25,6 +25,7 @@ LK_ETA = 3.0
 # Logits of a chunk, and of a block of it that is in fp32 at a time: on a GPU the whole chunk.
 _CHUNK_ELEMENTS = 2**24
 _CPU_BLOCK_ELEMENTS = 2**19
+_HEAD_ROWS = 2**13
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class _Distillation(torch.autograd.Function):
                 grad_logits_KCW = logits_KCW  # what `_judge` made of them
                 grad_student_KRH[:, rows] = _product(grad_logits_KCW, head).to(grad_student_KRH.dtype)
                 if grad_head_WH is not None:
-                    grad_head_WH += grad_logits_KCW.flatten(0, 1).T @ student_KCH.flatten(0, 1)
+                    _add_product(grad_head_WH, grad_logits_KCW.flatten(0, 1), student_KCH.flatten(0, 1))
         ctx.grads = [grad_student_KRH, *([] if grad_head_WH is None else [grad_head_WH.to(head_WH.dtype)])]
         ctx.mark_non_differentiable(counts_3K)
         hits_K, rows_K, outside_K = counts_3K.unbind(0)
@@ -129,6 +130,16 @@ class _Distillation(torch.autograd.Function):
         # In place: nobody else sees them, and the head's gradient is as large as the head. So there is one backward pass.
         grads, ctx.grads = [grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads], None
         return grads[0], grads[1] if len(grads) == 2 else None, None, None, None
+
+
+def _add_product(total_WH: Tensor, rows_NW: Tensor, rows_NH: Tensor) -> None:
+    """total += rows_NW.T @ rows_NH, never with a second matrix of that size."""
+    if total_WH.dtype == rows_NW.dtype:
+        total_WH.addmm_(rows_NW.T, rows_NH)
+        return
+    for start in range(0, len(total_WH), _HEAD_ROWS):
+        rows = slice(start, start + _HEAD_ROWS)
+        total_WH[rows] += rows_NW[:, rows].T @ rows_NH
 
 
 def _product(rows_KCM: Tensor, matrix_MN: Tensor) -> Tensor:

@@ -102,6 +102,7 @@ def tiny_arguments(tiny_target: Path, sharegpt: Path) -> list[str]:
         "drafter.ttt-steps": 3,
         "optim.learning-rate": 3e-3,
         "train.max-steps": 6,
+        "features.storage": "lossless",
         "train.precision": "fp32",
         "train.batch-tokens": 512,
         "train.pack-tokens": 128,

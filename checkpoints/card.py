@@ -24,6 +24,8 @@ def drafter_card(algorithm: str, provenance: Provenance, draft_length: int, orig
     """
     engines = ", ".join(f"{name} {row.version}" for name, row in serving_format(algorithm).engines.items())
     title, target = f"{algorithm} drafter for {provenance.target}", provenance.target
+    if provenance.adapter is not None:
+        title, target = f"{title} with the adapter {provenance.adapter}", "THE_MERGED_TARGET"
     if original is not None:
         title, target = f"{algorithm} drafter for {original}, trained together with it", "THE_TRAINED_TARGET"
     lines = [
@@ -39,6 +41,17 @@ def drafter_card(algorithm: str, provenance: Provenance, draft_length: int, orig
         vllm_serve_command(algorithm, target, "THIS_FOLDER", draft_length),
         "```",
     ]
+    if provenance.adapter is not None:
+        lines += [
+            "",
+            "## It fits the base with its adapter",
+            "",
+            f"Serve it with {provenance.target} and the adapter {provenance.adapter} merged into one model: the run's `target/`, or what this writes again:",
+            "",
+            "```bash",
+            f"python -m data.merge_adapter --target.model {provenance.target} --target.adapter {provenance.adapter} --out THE_MERGED_TARGET",
+            "```",
+        ]
     if original is not None and backbone is not None:
         lines += [
             "",
@@ -47,7 +60,7 @@ def drafter_card(algorithm: str, provenance: Provenance, draft_length: int, orig
             f"The heads were trained together with their target. Serve them with that trained target, not with {original}: with any other the output "
             "stays right, but drafts are rarely accepted.",
             "",
-            *_changes(backbone),
+            *backbone_changes(backbone),
         ]
     return "\n".join(lines) + "\n"
 
@@ -56,10 +69,10 @@ def backbone_card(original: str, backbone: Mapping[str, Any]) -> str:
     """The card of a target that was trained with its drafter, which is a model of its own now."""
     title = f"# {original}, trained together with its draft heads"
     about = "This is not the original model: its answers can differ. It is the target that the drafter in `export/` of the same run fits."
-    return "\n".join([title, "", about, "", *_changes(backbone)]) + "\n"
+    return "\n".join([title, "", about, "", *backbone_changes(backbone)]) + "\n"
 
 
-def _changes(backbone: Mapping[str, Any]) -> list[str]:
+def backbone_changes(backbone: Mapping[str, Any]) -> list[str]:
     return [
         f"Held-out perplexity {backbone['perplexity_before']:.3f} before and {backbone['perplexity_after']:.3f} after "
         f"({backbone['num_perplexity_tokens']:,} tokens). {backbone['answer_token_agreement']:.1%} of the tokens of the original's greedy answers "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -11,9 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,3 +208,20 @@ def launcher_in(bare_checkout: Path, tiny_arguments: list[str]) -> Callable[[Pat
 def launcher(bare_checkout: Path, tmp_path: Path, tiny_arguments: list[str]) -> Launcher:
     """A launcher with a runs folder of its own."""
     return Launcher(bare_checkout, tmp_path, tiny_arguments)
+
+
+@pytest.fixture(scope="session")
+def loopback_hub_module() -> Any:
+    """tests/loopback_hub.py; tests/ is no package, so it is loaded by its path."""
+    spec = importlib.util.spec_from_file_location("loopback_hub", Path(__file__).with_name("loopback_hub.py"))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["loopback_hub"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def loopback_hub(loopback_hub_module: Any, tmp_path: Path) -> Iterator[Any]:
+    """A `LoopbackHub`, empty, that the real client of another process talks to: see its `environment`."""
+    with loopback_hub_module.LoopbackHub(tmp_path / "hub") as hub:
+        yield hub

@@ -44,7 +44,7 @@ class HubConfig:
         private: make it a private repository.
         revision: the branch, made if it is not there.
         dry_run: print the files and the card; send nothing.
-        base_model: the target's Hub id, where the run used a local copy.
+        base_model: the target's Hub id, where the run used a local copy, or merged an adapter into it that is published now.
         license: as the Hub spells it, for example apache-2.0; else what the target's own files say.
         backbone_repo: where a target that was trained with its drafter goes; REPO-target unless named.
         retries: how often a request is repeated while the Hub is busy or the network away.
@@ -175,6 +175,7 @@ def read_run(config: HubConfig) -> RunFacts:
         serve=serve,
         local_sources=_local_sources(run, run_config["data"]["sources"]),
         base_model=base_model,
+        has_published_target=config.base_model is not None or not provenance.get("adapter"),
         license=License(id=config.license) if config.license else _license_of_target(run_config["target"], base_model),
     )
 

@@ -55,7 +55,8 @@ class RunFacts:
         data_report: data_report.json.
         serve: serve.json where it belongs to this report, else None.
         local_sources: the data sources that were files or folders of the machine.
-        base_model: Hub id of the target, None where only a local copy is known.
+        base_model: Hub id of the target, None where only a local copy is known; of one with an adapter the base's, unless `has_published_target`.
+        has_published_target: `base_model` is what the drafter is served with.
         license: of the drafter.
     """
 
@@ -67,14 +68,20 @@ class RunFacts:
     serve: Mapping[str, Any] | None
     local_sources: frozenset[str]
     base_model: str | None
+    has_published_target: bool
     license: License
+
+    @property
+    def served_model(self) -> str | None:
+        """Hub id of the target that the drafter is served with, if it has one."""
+        return self.base_model if self.has_published_target else None
 
     @property
     def original(self) -> str:
         """The target as anybody may read it."""
         target = self.config["target"]
         name, adapter = portable_name(target["model"]), target.get("adapter")
-        return self.base_model or (f"{name} with the adapter {portable_name(adapter)} merged into it" if adapter else name)
+        return self.served_model or (f"{name} with the adapter {portable_name(adapter)} merged into it" if adapter else self.base_model or name)
 
     def source_names(self) -> list[str]:
         """The data sources as anybody may read them."""
@@ -94,10 +101,10 @@ def drafter_hub_card(facts: RunFacts, repo: str, backbone_repo: str | None) -> s
         repo: where it is published.
         backbone_repo: where the target that was trained with it is published; None where it fits the original.
     """
-    target = backbone_repo or facts.base_model
+    target = backbone_repo or facts.served_model
     engines = serving_format(facts.algorithm).engines
     data = ModelCardData(
-        base_model=target,
+        base_model=backbone_repo or facts.base_model,
         library_name="vllm",  # said, because the Hub would otherwise guess transformers, which cannot load it
         license=facts.license.id,
         license_name=facts.license.name,
@@ -108,14 +115,14 @@ def drafter_hub_card(facts: RunFacts, repo: str, backbone_repo: str | None) -> s
         model_name=repo.split("/")[1],
         eval_results=_results(facts),
         # The Hub knows adapter, finetune, quantized and merge. Weights that are of use only beside those of the base are an adapter.
-        base_model_relation="adapter" if target else None,
+        base_model_relation="adapter" if backbone_repo or facts.base_model else None,
     )
     versions = ", ".join(f"{name} {row.version}" for name, row in engines.items())
     lines = [
         f"# {facts.algorithm} drafter for {facts.original}",
         "",
-        f"A draft head for speculative decoding: it proposes tokens that {target or facts.original} verifies, so that answers come faster and stay "
-        f"the same. It is no model of its own. Made by headstart ({facts.provenance['commit'][:12]}); loads in {versions}.",
+        f"A draft head for speculative decoding: it proposes tokens that {target or facts.original} verifies several at a time, and the answers stay "
+        f"the target's own. It is no model by itself. Made by headstart ({facts.provenance['commit'][:12]}); loads in {versions}.",
         "",
         *_serving(facts, repo, target, backbone_repo),
         *_measured(facts),
@@ -212,11 +219,19 @@ def _serving(facts: RunFacts, repo: str, target: str | None, backbone_repo: str 
             *backbone_changes(facts.report["backbone"]),
             "",
         ]
-    elif target is None:
+    elif target is None and (adapter := facts.provenance.get("adapter")):
+        merge = ["python", "-m", "data.merge_adapter", "--target.model", facts.provenance["target"], "--target.adapter", adapter]
         lines += [
-            f"`{UNKNOWN_TARGET}` is your copy of {facts.original}, the one with the fingerprint `{facts.provenance['target_fingerprint']}`.",
+            f"`{UNKNOWN_TARGET}` is {facts.provenance['target']} with the adapter {adapter} merged into one model, which headstart writes:",
+            "",
+            "```bash",
+            shlex.join([*merge, "--out", UNKNOWN_TARGET]),
+            "```",
             "",
         ]
+    elif target is None:
+        copy = f"`{UNKNOWN_TARGET}` is your copy of {facts.original}"
+        lines += [f"{copy}, the one with the fingerprint `{facts.provenance['target_fingerprint']}`.", ""]
     return lines
 
 
@@ -258,7 +273,7 @@ def _measured(facts: RunFacts) -> list[str]:
         "the share of verifications in which drafts 1..n were all accepted, so tau = 1 + their sum.",
         "",
         f"Speed-up over plain decoding: {decoder['speedup_reference_decoder']:.2f} times in headstart's reference decoder (batch 1, "
-        f"{decoder['dtype']}, {decoder['num_outputs']} prompts, {device}: {decoder['tokens_per_s_plain']:.1f} -> "
+        f"{decoder['dtype']}, {_prompts(decoder['num_outputs'])}, {device}: {decoder['tokens_per_s_plain']:.1f} -> "
         f"{decoder['tokens_per_s']:.1f} tokens/s).",
     ]
     if serve:
@@ -268,6 +283,10 @@ def _measured(facts: RunFacts) -> list[str]:
             f"{serve['num_identical_outputs']} of {serve['num_outputs']} outputs identical with and without the drafter."
         )
     return [*lines, ""]
+
+
+def _prompts(count: int) -> str:
+    return f"{count} prompt" + "s" * (count != 1)
 
 
 def _acceptance_rows(report: Mapping[str, Any], serve: Mapping[str, Any] | None) -> list[list[str]]:

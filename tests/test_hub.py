@@ -339,6 +339,17 @@ def test_a_card_takes_the_licence_of_a_local_target_and_leaves_out_an_older_expo
     assert (data.license, data.license_name, data.license_link) == ("other", "some-licence", "https://example.org/l")
 
 
+def test_the_card_of_a_drafter_for_a_merged_adapter_says_how_to_merge_it(client: Client, copied: Path) -> None:
+    path = copied / "export" / "headstart.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "target": "some-org/base", "adapter": "some-org/lora"}))
+    code, output = client("hub", copied, "user/merged", "--dry-run")
+    assert code == 0, output
+    assert "base_model: some-org/base\n" in output and "vllm serve TARGET --speculative-config" in output
+    assert "python -m data.merge_adapter --target.model some-org/base --target.adapter some-org/lora --out TARGET" in output
+    code, output = client("hub", copied, "user/merged", "--dry-run", "--base-model", "me/merged")
+    assert "base_model: me/merged\n" in output and "vllm serve me/merged --speculative-config" in output and "data.merge_adapter" not in output
+
+
 def test_commands_get_their_published_names_as_whole_words() -> None:
     report = {"export": "runs/my run/export", "target": "runs"}
     vllm = "vllm serve runs --speculative-config '{\"method\": \"eagle3\", \"model\": \"runs/my run/export\"}' --runs runs/other"

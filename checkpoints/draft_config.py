@@ -45,22 +45,42 @@ class DraftDimensions:
         )
 
 
+# Rotations that are the same at a position whatever the longest one is, and the same in transformers and the engines.
+FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def draft_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
+    """The rotary embedding of a draft layer for this target, which is the draft's own: trained, exported and served alike.
+
+    It is the target's, of the layers that see everything where they differ. A target that stretches its rotation with the context ("longrope",
+    "dynamic") gives only its theta, because engines and transformers stretch differently; and a draft layer always rotates whole heads.
+
+    Raises:
+        ValueError: for a target without rotary embedding, or with multimodal sections: engines give such positions to the draft too.
+    """
+    text = target_config.get_text_config()
+    parameters = dict(text.to_dict().get("rope_parameters") or {})
+    parameters = dict(parameters.get("full_attention") or parameters)
+    if parameters.get("rope_theta") is None or "mrope_section" in parameters:
+        raise ValueError(
+            f"the target ({text.model_type}) has rope_parameters {parameters}, expected a rope_theta and no sections: EAGLE heads for such a target are "
+            "not supported; Medusa heads (recipes/medusa1.py) need no rotation"
+        )
+    if parameters.get("rope_type", "default") not in FIXED_ROPE_TYPES:
+        return {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
+    return {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
+
+
 def rope_fields(target_config: PretrainedConfig) -> dict[str, Any]:
-    """The target's rotary embedding in every spelling that an engine reads.
+    """The draft's rotary embedding in every spelling that an engine reads.
 
     transformers 5, and so vLLM 0.32 and SGLang 0.5.23, read `rope_parameters`; older versions read `rope_theta` and
     `rope_scaling`. A `rope_scaling` that is not null wins over `rope_parameters` in transformers 5, so it must say the same.
 
     Raises:
-        ValueError: for a target whose layers differ in their rotation, or with multimodal sections: one draft layer has neither.
+        ValueError: as `draft_rope_parameters`.
     """
-    text = target_config.get_text_config()
-    parameters = dict(text.to_dict().get("rope_parameters") or {})
-    if "rope_theta" not in parameters or "mrope_section" in parameters:
-        raise ValueError(
-            f"the target's config has rope_parameters {parameters}, expected one rope_type and one rope_theta for all its "
-            "layers; a draft head for such a target is not supported"
-        )
+    parameters = draft_rope_parameters(target_config)
     scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
     is_default = scaling.get("rope_type", "default") == "default" and set(scaling) <= {"rope_type"}
     return {

@@ -9,10 +9,11 @@ Shapes: W draft vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from checkpoints.serving import (
     format_of_config,
     serving_format,
     shape_numbers,
+    target_limits,
     tensor_rules,
 )
 
@@ -75,27 +77,58 @@ def export_drafter(
     Raises:
         ValueError: if the tensors or the config break the contract, or `out_dir` holds something else than an export.
     """
+    config, to_write = prepare_export(
+        tensors, algorithm=algorithm, target_config=target_config, dimensions=dimensions, aux_layers=aux_layers, dtype=dtype
+    )
+    with staged_directory(out_dir, {CONFIG_FILE, TENSORS_FILE, PROVENANCE_FILE, CARD_FILE}, marker=PROVENANCE_FILE) as staging:
+        save_file(to_write, staging / TENSORS_FILE, metadata={"format": "pt"})
+        write_json(staging / CONFIG_FILE, config)
+        text = target_config.get_text_config()
+        limits = engine_limits(config, text.num_hidden_layers) | target_limits(algorithm, text.model_type)
+        write_json(staging / PROVENANCE_FILE, {"algorithm": algorithm, "engine_limits": limits, **provenance.to_json()})
+        (staging / CARD_FILE).write_text(card)
+        _check_reload(staging, to_write)
+    return out_dir
+
+
+def prepare_export(
+    tensors: Mapping[str, Tensor],
+    *,
+    algorithm: str,
+    target_config: PretrainedConfig,
+    dimensions: Dimensions,
+    aux_layers: Sequence[int],
+    dtype: torch.dtype,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the tensors of an export, checked against the contract, before anything is written; arguments as for `export_drafter`."""
     row = serving_format(algorithm)
     build_config, _ = CONFIG_BUILDERS[row.name]
     config = build_config(tensors, target_config, dimensions, aux_layers, dtype)
-    to_write = _prepared_tensors(tensors, row, config, dtype)
-    _refuse_foreign_directory(out_dir)
+    return config, _prepared_tensors(tensors, row, config, dtype)
 
+
+@contextlib.contextmanager
+def staged_directory(out_dir: Path, own_names: Set[str], marker: str) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `out_dir` when the block ends without an error; nothing of it is left otherwise.
+
+    Args:
+        out_dir: an earlier output there is replaced.
+        own_names: files that such an output has.
+        marker: the one of them that says we wrote it.
+
+    Raises:
+        ValueError: if `out_dir` holds anything else.
+    """
+    _refuse_foreign_directory(out_dir, own_names, marker)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     staging = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        save_file(to_write, staging / TENSORS_FILE, metadata={"format": "pt"})
-        _write_json(staging / CONFIG_FILE, config)
-        limits = engine_limits(config, target_config.get_text_config().num_hidden_layers)
-        _write_json(staging / PROVENANCE_FILE, {"algorithm": algorithm, "engine_limits": limits, **provenance.to_json()})
-        (staging / CARD_FILE).write_text(card)
-        _check_reload(staging, to_write)
+        yield staging
         _replace_directory(staging, out_dir)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return out_dir
 
 
 def read_export(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -114,7 +147,7 @@ def validate_export(directory: Path) -> dict[str, Any]:
         ValueError: naming every missing, unexpected or misshapen tensor and every config field that is wrong, each with what
             was found and what was expected.
     """
-    config = _read_config(directory / CONFIG_FILE)
+    config = read_config(directory / CONFIG_FILE)
     row = format_of_config(config)
     problems = config_problems(config)
     tensors_path = directory / TENSORS_FILE
@@ -213,7 +246,12 @@ def _check_reload(directory: Path, written: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{directory}: {names} read back differently from what was written; is the disk full or failing?")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """A checkpoint's config.json.
+
+    Raises:
+        ValueError: if it is missing or no JSON object.
+    """
     if not path.is_file():
         raise ValueError(f"{path} is missing: {path.parent} is not an exported drafter")
     try:
@@ -225,18 +263,20 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes JSON for people to read."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def _refuse_foreign_directory(directory: Path) -> None:
-    """Only an earlier export, or an empty directory, may be replaced."""
+def _refuse_foreign_directory(directory: Path, own_names: Set[str], marker: str) -> None:
+    """Only an earlier output of ours, or an empty directory, may be replaced."""
     if not directory.exists():
         return
     names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else {directory.name}
-    foreign = ", ".join(sorted(names - {CONFIG_FILE, TENSORS_FILE, PROVENANCE_FILE, CARD_FILE}))
+    foreign = names - own_names if marker in names else names
     if foreign:
-        raise ValueError(f"{directory} holds {foreign}, which no export wrote: choose another directory or empty it")
+        listed = ", ".join(sorted(foreign)[:5])
+        raise ValueError(f"{directory} holds {listed}, which no export wrote: choose another directory or empty it")
 
 
 def _replace_directory(new: Path, directory: Path) -> None:

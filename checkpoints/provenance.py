@@ -18,6 +18,8 @@ from typing import Any
 
 PACKAGES = ("headstart", "torch", "transformers", "deepspeed", "safetensors")
 REPOSITORY = Path(__file__).resolve().parent.parent
+# Target and fingerprint of a converted checkpoint that does not say them.
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Provenance:
         target: the target's Hub id, or the last part of its local path.
         target_fingerprint: what data/target.py calls the target's revision or fingerprint.
         run_config_sha256: see `config_digest`.
+        adapter: of a target that is a base with a LoRA adapter, the adapter's Hub id or the last part of its path; `target` is the base then.
     """
 
     commit: str
@@ -37,6 +40,7 @@ class Provenance:
     target: str
     target_fingerprint: str
     run_config_sha256: str
+    adapter: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain JSON values."""
@@ -62,13 +66,14 @@ class TrainingFacts:
     best_step: int
 
 
-def collect_provenance(target: str, target_fingerprint: str, run_config: Mapping[str, Any]) -> Provenance:
+def collect_provenance(target: str, target_fingerprint: str, run_config: Mapping[str, Any], adapter: str | None = None) -> Provenance:
     """Provenance of a checkpoint that this process is about to write.
 
     Args:
         target: Hub id or local path of the target.
         target_fingerprint: its revision or fingerprint.
         run_config: the resolved run config, as JSON values.
+        adapter: Hub id or local path of the adapter on it, where there is one.
     """
     return Provenance(
         commit=git_commit(REPOSITORY),
@@ -76,6 +81,7 @@ def collect_provenance(target: str, target_fingerprint: str, run_config: Mapping
         target=portable_name(target),
         target_fingerprint=target_fingerprint,
         run_config_sha256=config_digest(run_config),
+        adapter=None if adapter is None else portable_name(adapter),
     )
 
 

@@ -1,9 +1,10 @@
 """Serves a run's export with a real engine and compares what the engine counts with what we measured.
 
-    python -m eval.serve runs/quickstart --engine vllm
+    python -m eval.serve runs/quickstart --engine vllm              # the engine alone: serve.json
+    python -m eval.serve runs/quickstart --engine vllm --http       # its HTTP server, with 1, 2, 4 and 8 requests at once: serve_http.json
 
-Place in the flow: config.json, export/, answers/ and report.json of a run -> this -> its serve.json. The engine runs in its own
-environment and its own processes (eval/vllm_worker.py); the same prompts go in twice as token ids, with the drafter and without
+Place in the flow: a finished run (eval/served_run.py) -> this -> its serve.json, or eval/sweep.py -> its serve_http.json. The engine runs in its
+own environment and its own processes (eval/vllm_worker.py); the same prompts go in twice as token ids, with the drafter and without
 it. The check fails when joint acceptance differs from ours by more than `TOLERANCE` anywhere, or when an output differs from the
 engine's own output without the drafter and the two best tokens were not nearly tied there.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,19 +26,18 @@ from typing import Any, Literal
 import tyro
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from checkpoints.export import validate_export
-from checkpoints.serving import FORMATS, format_of_config
-from data.target_files import TargetConfig, target_fingerprint
+from checkpoints.serving import FORMATS
 from data.vllm_engine import EngineError, engine_python, worker_environment
+from eval.process_guard import start_guarded, stop_guarded
+from eval.served_run import NEAR_TIE_NATS, TOLERANCE, Acceptance, RunFiles, largest_difference, read_run, stop_token_ids
+from eval.sweep import SweepOptions, sweep
+from eval.sweep_result import SweepResult
+from eval.vllm_server import log_tail
 
-TOLERANCE = 0.01
-# Two log-probabilities closer than this can change places when the same sum is taken in another order.
-NEAR_TIE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "auto": 0.25}
 WORKER = Path(__file__).with_name("vllm_worker.py")
 VLLM_VERSION = FORMATS["eagle3"].engines["vllm"].version
-LOG_TAIL_LINES = 20
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -47,50 +46,47 @@ class ServeConfig:
 
     Attributes:
         run: the run's directory, for example runs/quickstart.
-        engine: the engine.
+        engine: the engine; SGLang only as a server of yours (--url), with acceptance compared by tau.
         dtype: what both models compute in. float32 is exactly comparable with a report measured in float32.
-        max_num_seqs: sequences that the engine decodes together; 1 is what drafting is for, and the tokens/s of the papers.
-        timeout_s: longest time for one of the engine's two runs.
+        max_num_seqs: sequences that the engine decodes together; 1 is what drafting is for, and the tokens/s of the papers. Not with --http.
+        timeout_s: longest time for one of the engine's two runs; with --http, until a server is healthy.
+        http: measure a real `vllm serve` on this machine through its OpenAI API.
+        concurrency: with --http: requests at once, one measurement each (default 1 2 4 8).
+        url: measure this server of yours, which has the drafter, for example http://localhost:8000. A key is taken from OPENAI_API_KEY.
+        plain_url: with --url: the same without the drafter, for the speed-up.
+        model: with --url: the name that the server has for the run's target, where it is another.
     """
 
     run: tyro.conf.Positional[Path]
-    engine: Literal["vllm"] = "vllm"
+    engine: Literal["vllm", "sglang"] = "vllm"
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     max_num_seqs: int = 1
     timeout_s: float = 3600.0
+    http: bool = False
+    concurrency: tuple[int, ...] = ()
+    url: str | None = None
+    plain_url: str | None = None
+    model: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.timeout_s <= 0:
             raise ValueError(f"max-num-seqs is {self.max_num_seqs} and timeout-s {self.timeout_s}, expected positive numbers")
+        if any(number < 1 for number in self.concurrency):
+            raise ValueError(f"concurrency is {' '.join(map(str, self.concurrency))}, expected positive numbers")
+        if self.is_http and self.max_num_seqs != 1:
+            raise ValueError("max-num-seqs has no effect with --http or --url: say --concurrency")
+        if self.concurrency and not self.is_http:
+            raise ValueError("concurrency has no effect without --http or --url")
+        if self.url is None and (self.plain_url or self.model):
+            raise ValueError("plain-url and model have no effect without --url")
+        if self.engine == "sglang" and self.url is None:
+            raise ValueError(
+                "SGLang is measured as a server of yours: start it with `python -m sglang.launch_server ... --enable-metrics` and say --url http://HOST:PORT"
+            )
 
-
-@dataclass(frozen=True)
-class RunFiles:
-    """What the check reads of a run.
-
-    Attributes:
-        target: path or Hub id of the target; `revision` belongs to it.
-        prompts: token ids of the held-out prompts.
-        answers: the target's own greedy answers, as our evaluation walked them.
-        ours: `tau` and `joint_acceptance` of report.json.
-    """
-
-    target: str
-    revision: str | None
-    export: Path
-    vllm_method: str
-    prompts: list[list[int]]
-    answers: list[list[int]]
-    draft_length: int
-    ours: Acceptance
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Mean acceptance length, and the share of verifications in which drafts 0..p were all accepted."""
-
-    tau: float
-    joint_acceptance: list[float]
+    @property
+    def is_http(self) -> bool:
+        return self.http or self.url is not None
 
 
 @dataclass(frozen=True)
@@ -109,8 +105,7 @@ class ServeResult:
 
     @property
     def largest_difference(self) -> float:
-        pairs = zip(self.ours.joint_acceptance, self.measured.joint_acceptance, strict=True)
-        return max(abs(ours - measured) for ours, measured in pairs)
+        return largest_difference(self.ours, self.measured)
 
     @property
     def num_different_outputs(self) -> int:
@@ -120,60 +115,6 @@ class ServeResult:
     @property
     def is_passed(self) -> bool:
         return self.largest_difference <= TOLERANCE and self.num_different_outputs == 0
-
-
-def read_run(run: Path) -> RunFiles:
-    """Reads and checks the files of a run.
-
-    Raises:
-        ValueError: if one is missing or does not fit the others.
-    """
-    target = _read_json(run / "config.json")["target"]
-    report = _read_json(run / "report.json")
-    if "backbone" in report:  # the drafter was trained with its target, and fits no other
-        target = {"model": str(run / "backbone"), "revision": None}
-        fits, found = _read_json(run / "export" / "headstart.json")["target_fingerprint"], target_fingerprint(TargetConfig(target["model"]))
-        if fits != found:
-            raise ValueError(f"{run}/export fits the target {fits}, but {run}/backbone is {found}: run the recipe to its end again")
-    config = validate_export(run / "export")
-    path = run / ("backbone_answers" if "backbone" in report else "answers") / "answers.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: run the recipe to its end, it answers the held-out prompts")
-    answers = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    ours = Acceptance(tau=report["tau"], joint_acceptance=report["joint_acceptance"])
-    if len(answers) != report["num_prompts"] or len(ours.joint_acceptance) != report["draft_length"]:
-        raise ValueError(
-            f"{run}/report.json speaks of {report['num_prompts']} prompts and {report['draft_length']} drafts, but there are "
-            f"{len(answers)} answers and {len(ours.joint_acceptance)} acceptances: run the recipe again to evaluate anew"
-        )
-    return RunFiles(
-        target=target["model"],
-        revision=target["revision"],
-        export=(run / "export").resolve(),
-        vllm_method=format_of_config(config).vllm_method,
-        prompts=[answer["prompt_ids"] for answer in answers],
-        answers=[answer["answer_ids"] for answer in answers],
-        draft_length=report["draft_length"],
-        ours=ours,
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: run the recipe to its end first")
-    return json.loads(path.read_text())
-
-
-def stop_token_ids(target: str, revision: str | None) -> list[int]:
-    """The tokens that end an answer, as for `Target`: the generation config's (else the config's) and the tokenizer's own."""
-    commit = revision or "main"
-    try:
-        eos = GenerationConfig.from_pretrained(target, revision=commit).eos_token_id
-    except OSError:  # no such file
-        eos = AutoConfig.from_pretrained(target, revision=commit).get_text_config().eos_token_id
-    configured = eos if isinstance(eos, (list, tuple)) else [eos]
-    tokenizer = AutoTokenizer.from_pretrained(target, revision=commit)
-    return sorted({token for token in [*configured, tokenizer.eos_token_id] if token is not None})
 
 
 def run_worker(title: str, job: dict[str, Any], log: Path, timeout_s: float, console: Console) -> dict[str, Any]:
@@ -187,19 +128,16 @@ def run_worker(title: str, job: dict[str, Any], log: Path, timeout_s: float, con
         job_path.write_text(json.dumps(job))
         log_file.write(f"==== {title}\n")
         log_file.flush()
-        # -I keeps our folders, and whatever PYTHONPATH names, away from the engine's imports. Its own session is a process group
-        # that can be ended as a whole.
+        # -I keeps our folders, and whatever PYTHONPATH names, away from the engine's imports.
         command = [str(engine_python()), "-I", str(WORKER), str(job_path), str(result_path)]
-        process = subprocess.Popen(
-            command, stdout=log_file, stderr=subprocess.STDOUT, env=worker_environment(), cwd=scratch, start_new_session=True
-        )
+        guard = start_guarded(command, log_file, worker_environment(), Path(scratch), _GRACE_S)
         try:
-            exit_code = _wait(process, title, timeout_s, console)
+            exit_code = _wait(guard, title, timeout_s, console)
         finally:
-            _end_group(process)
+            stop_guarded(guard)
         if exit_code != 0 or not result_path.is_file():
             reason = f"took longer than {timeout_s:g} s" if exit_code is None else f"ended with code {exit_code}"
-            raise EngineError(f"vLLM {title} {reason}. The end of {log}:\n\n{_tail(log)}")
+            raise EngineError(f"vLLM {title} {reason}. The end of {log}:\n\n{log_tail(log)}")
         return json.loads(result_path.read_text())
 
 
@@ -212,18 +150,6 @@ def _wait(process: subprocess.Popen[bytes], title: str, timeout_s: float, consol
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=min(1.0, timeout_s - elapsed))
     return None
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends the worker and whatever it started."""
-    with contextlib.suppress(ProcessLookupError):  # the usual case: nothing is left
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    return "\n".join(f"    {line[:300]}" for line in lines)
 
 
 def serve_check(config: ServeConfig, console: Console) -> ServeResult:
@@ -246,26 +172,37 @@ def serve_check(config: ServeConfig, console: Console) -> ServeResult:
     return result
 
 
+def http_check(config: ServeConfig, console: Console) -> SweepResult:
+    """Measures HTTP servers with the drafter and without it, and writes serve_http.json and serve_http.png.
+
+    Raises:
+        ValueError: if the run is not complete, or a server does not fit it.
+        EngineError: if a server is not there or fails.
+    """
+    options = SweepOptions(
+        concurrency=config.concurrency or (1, 2, 4, 8),
+        dtype=config.dtype,
+        timeout_s=config.timeout_s,
+        engine=config.engine,
+        url=config.url,
+        plain_url=config.plain_url,
+        model=config.model,
+    )
+    return sweep(config.run, read_run(config.run), options, console)
+
+
 def _job(config: ServeConfig, run: RunFiles, drafted_outputs: list[list[int]] | None) -> dict[str, Any]:
     """The worker's job: with the drafter, or (given its outputs) without it."""
-    speculative = {
-        "method": run.vllm_method,
-        "model": str(run.export),
-        "num_speculative_tokens": run.draft_length,
-    }
-    target = Path(run.target)
-    # An answer that is shorter than the longest ended with a stop token, so one limit gives the engine all the same ends.
-    max_tokens = max(len(answer) for answer in run.answers)
     return {
-        "target": str(target.resolve()) if target.exists() else run.target,
+        "target": run.target_path,
         "revision": run.revision,
         "dtype": config.dtype,
         "max_num_seqs": config.max_num_seqs,
-        "max_model_len": max(len(prompt) for prompt in run.prompts) + max_tokens + run.draft_length + 1,
-        "max_tokens": max_tokens,
+        "max_model_len": run.max_model_len,
+        "max_tokens": run.max_tokens,
         "stop_token_ids": stop_token_ids(run.target, run.revision),
         "prompts": run.prompts,
-        "speculative": speculative if drafted_outputs is None else None,
+        "speculative": run.speculative if drafted_outputs is None else None,
         "reference_outputs": drafted_outputs,
     }
 
@@ -331,7 +268,7 @@ def main(args: list[str] | None = None) -> int:
     console = Console()
     try:
         config = tyro.cli(ServeConfig, args=args, prog="python -m eval.serve")
-        return 0 if serve_check(config, console).is_passed else 1
+        return 0 if (http_check if config.is_http else serve_check)(config, console).is_passed else 1
     except (ValueError, EngineError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

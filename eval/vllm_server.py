@@ -27,7 +27,7 @@ from data.vllm_engine import EngineError, engine_python, worker_environment
 from eval.process_guard import start_guarded, stop_guarded
 
 LOG_TAIL_LINES = 20
-_POLL_S = 0.5
+_POLL_S = 0.25
 _SECONDS_BETWEEN_LINES = 15.0
 _GRACE_S = 15.0
 _PROBE_TIMEOUT_S = 10.0

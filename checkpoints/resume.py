@@ -21,7 +21,7 @@ from torch import Tensor, nn
 STATE_FILE = "state.json"
 _STEP_NAME = re.compile(r"step_(\d+)")
 # Everything that the steps of a run leave in its folder.
-_TRAINING_OUTPUT = ("step_*", "best*", "metrics.jsonl", "draft_vocab.json", "wandb_id")
+_TRAINING_OUTPUT = ("step_*", "best*", "metrics.jsonl", "draft_vocab.json", "wandb_id", "trackers.json", "tensorboard")
 
 
 def begin_checkpoint(run_dir: Path, step: int) -> Path:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,9 +27,9 @@ REASONS = {
     "malformed_json": "not valid JSON; reading goes on at the next whole record",
     "unreadable_row": "its part of the Parquet or Arrow file is damaged",
     "not_an_object": "a JSON value that is not an object",
-    "no_turn_list": "neither `conversations` nor `messages` holds a list of turns",
+    "no_turn_list": "no list of turns and no pair in its columns (data/columns.py lists the known names)",
     "empty": "the list of turns is empty",
-    "malformed_turn": "a turn is not an object with a role and a text",
+    "malformed_turn": "a turn is not an object with a role and a text; plain texts in turn are read where columns.turns names their list",
     "tool_turn": "a turn of a tool or with tool calls: a chat of text only is supported",
     "unknown_role": "a turn whose role is not in the table of roles",
     "unsupported_content": "a turn with an image, audio or file",
@@ -99,6 +101,8 @@ class DataReport:
     """The counts of one preparation; sources read into the same report are also deduplicated against each other.
 
     Attributes:
+        columns: by source, the columns that its conversations were found in, with how many records.
+        named_columns_used: whether those that the user names were found anywhere.
         num_read: records met, readable or not.
         num_kept: records that are still in.
         left_out: by reason, a key of `REASONS`.
@@ -109,6 +113,8 @@ class DataReport:
     """
 
     sources: list[str] = field(default_factory=list)
+    columns: dict[str, dict[str, int]] = field(default_factory=dict)
+    named_columns_used: bool = False
     num_read: int = 0
     num_kept: int = 0
     left_out: dict[str, Tally] = field(default_factory=dict)
@@ -162,6 +168,7 @@ class DataReport:
         self.check()
         return {
             "sources": self.sources,
+            "columns": self.columns,
             "num_read": self.num_read,
             "num_kept": self.num_kept,
             "num_left_out": self.num_left_out,
@@ -194,6 +201,8 @@ class DataReport:
             if tally := self.changes.get(change):
                 table.add_row(f"of these: {change}", f"{tally.count:,}", Text(tally.example_id), Text(rule))
         console.print(table)
+        for source, counts in self.columns.items():
+            console.print(Text(f"columns of {source}: " + "; ".join(f"{names} ({count:,} records)" for names, count in counts.items())))
         self._print_tokens(console)
         for message in self.warnings:
             console.print(Text(f"WARNING: {message}", style="bold red"))
@@ -215,6 +224,18 @@ class DataReport:
                 f"{name}: {split.num_samples:,} samples of {split.num_groups:,} conversations, {split.num_tokens:,} tokens, "
                 f"{split.num_supervised_tokens:,} supervised"
             )
+
+
+def report_rows(report: Mapping[str, Any]) -> list[tuple[str, int, str, str]]:
+    """data_report.json as the rows of a table: what, how many records, an example's id, the rule; what did not occur is left out."""
+    rows = [("read", report["num_read"], "", ", ".join(report["sources"]))]
+    rows += [(f"left out: {name}", tally["count"], tally["example_id"], REASONS.get(name, "")) for name, tally in _occurred(report["left_out"])]
+    rows += [("kept", report["num_kept"], "", "")]
+    return rows + [(f"of these: {name}", tally["count"], tally["example_id"], CHANGES.get(name, "")) for name, tally in _occurred(report["changes"])]
+
+
+def _occurred(tallies: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, tally) for name, tally in tallies.items() if tally["count"]]
 
 
 def _add(tallies: dict[str, Tally], name: str, example_id: str, count: int) -> None:

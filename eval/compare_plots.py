@@ -1,18 +1,13 @@
-"""The plots of a comparison of decoding methods, as SVG that takes its colours from the page around it.
+"""The plots of a comparison of decoding methods.
 
-Place in the flow: `Comparison` -> `draw_comparison` -> `inline_svg` -> eval/compare_report.py, which sets the legend of each plot in HTML: method
-names may be long, and HTML wraps them where matplotlib would not.
+Place in the flow: `Comparison` -> `draw_comparison` -> `Plot`s -> eval/compare_report.py.
 """
 
 from __future__ import annotations
 
-import io
-import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,41 +15,17 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.acceptance import Acceptance
 from eval.measurement import Comparison, MethodResult, size_text
-from eval.report import COLOURS, GREY, GRID, INK, RULE, style_axes
+from eval.plots import COLOURS, GREY, GRID, INK, RULE, Plot, say_nothing_measured, style_axes
 
-METHOD_COLOURS = (*COLOURS, "#c2478f", "#4d7c0f", "#0e7fa6")
-# Of each colour its CSS variable: the page may be light or dark.
-CSS_VARIABLES = {INK: "--ink", GREY: "--muted", RULE: "--rule", GRID: "--grid"} | {
-    colour: f"--series-{index}" for index, colour in enumerate(METHOD_COLOURS)
-}
 _MARKERS, _MARKER_GLYPHS = "osD^vPX*", "●■◆▲▼✚✖★"
 _MEMORY_PARTS = (
-    ("weights", "weights_bytes", METHOD_COLOURS[0]),
-    ("drafter's keys and values", "cache_bytes", METHOD_COLOURS[1]),
-    ("pools", "pool_bytes", METHOD_COLOURS[2]),
-    ("nodes of one verification", "tree_bytes", METHOD_COLOURS[3]),
+    ("weights", "weights_bytes", COLOURS[0]),
+    ("drafter's keys and values", "cache_bytes", COLOURS[1]),
+    ("pools", "pool_bytes", COLOURS[2]),
+    ("nodes of one verification", "tree_bytes", COLOURS[3]),
 )
 _GROUP_WIDTH = 0.84
 _LABEL_CHARACTERS = 26
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One drawn plot.
-
-    Attributes:
-        key: unique in the page, a word.
-        description: what it shows, for readers who do not see it.
-        figure: drawn, not yet written.
-        legend: colour, glyph and text of each series.
-        is_wide: over the page's full width.
-    """
-
-    key: str
-    description: str
-    figure: Figure
-    legend: tuple[tuple[str, str, str], ...]
-    is_wide: bool
 
 
 def draw_comparison(comparison: Comparison) -> list[Plot]:
@@ -62,7 +33,7 @@ def draw_comparison(comparison: Comparison) -> list[Plot]:
     methods = comparison.methods
     if not methods:
         return []
-    legend = tuple((METHOD_COLOURS[i % len(METHOD_COLOURS)], _MARKER_GLYPHS[i % len(_MARKERS)], method.name) for i, method in enumerate(methods))
+    legend = tuple((COLOURS[i % len(COLOURS)], _MARKER_GLYPHS[i % len(_MARKERS)], method.name) for i, method in enumerate(methods))
     memory_legend = tuple((colour, "■", label) for label, _, colour in _MEMORY_PARTS)
     memory_height = 1.0 + 0.34 * len(methods)
 
@@ -77,22 +48,6 @@ def draw_comparison(comparison: Comparison) -> list[Plot]:
         plot("joint", "joint acceptance by draft position", lambda axes: _draw_acceptance(axes, methods), (5, 3.4), legend),
         plot("memory", "memory beyond plain decoding", lambda axes: _draw_memory(axes, methods), (10, memory_height), memory_legend),
     ]
-
-
-def inline_svg(plot: Plot) -> str:
-    """The plot as an `<svg>` element for an HTML page that defines `CSS_VARIABLES`; the same plot gives the same text.
-
-    Text stays text, ids are unique in the page by the plot's key, and nothing refers to anything outside the page.
-    """
-    out = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": plot.key}):
-        plot.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    svg = out.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], count=1, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg, count=2)
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{plot.key}-", svg)
-    svg = re.sub("|".join(CSS_VARIABLES), lambda match: f"var({CSS_VARIABLES[match[0]]})", svg)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{plot.description}" ', 1)
 
 
 def _draw_tau(axes: Axes, comparison: Comparison) -> None:
@@ -117,8 +72,8 @@ def _draw_tau(axes: Axes, comparison: Comparison) -> None:
 
 
 def _draw_tau_bar(axes: Axes, centre: float, width: float, acceptance: Acceptance, index: int) -> None:
-    colour = METHOD_COLOURS[index % len(METHOD_COLOURS)]
-    hatch = "////" if index >= len(METHOD_COLOURS) else None
+    colour = COLOURS[index % len(COLOURS)]
+    hatch = "////" if index >= len(COLOURS) else None
     axes.bar(centre, acceptance.tau - 1, width, bottom=1, color=colour, alpha=0.85, hatch=hatch, edgecolor=GRID, linewidth=0)
     if acceptance.num_prompts > 1:
         axes.vlines(centre, *acceptance.tau_interval(), color=INK, linewidth=1.0)
@@ -128,7 +83,7 @@ def _draw_batches(axes: Axes, methods: Sequence[MethodResult]) -> None:
     style_axes(axes, "Speed-up over plain decoding", "sequences decoded together")
     batches = sorted({batch for method in methods for batch in method.speed_by_batch})
     if not batches:
-        _say_nothing_measured(axes)
+        say_nothing_measured(axes)
         return
     for index, method in enumerate(methods):
         places = [place for place, batch in enumerate(batches) if batch in method.speed_by_batch]
@@ -153,7 +108,7 @@ def _draw_acceptance(axes: Axes, methods: Sequence[MethodResult]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     measured = [(index, method.acceptance) for index, method in enumerate(methods) if method.acceptance.num_verifications]
     if not measured:
-        _say_nothing_measured(axes)
+        say_nothing_measured(axes)
         return
     for index, acceptance in measured:
         _draw_line(axes, range(1, acceptance.draft_length + 1), acceptance.joint_acceptance, index)
@@ -191,14 +146,10 @@ def _draw_line(axes: Axes, places: Sequence[float], values: Sequence[float], ind
 
 
 def _colour(index: int) -> str:
-    return METHOD_COLOURS[index % len(METHOD_COLOURS)]
+    return COLOURS[index % len(COLOURS)]
 
 
 def _label(text: str, num_characters: int) -> str:
     """At most two lines; a dollar sign is a dollar sign, not the start of a formula."""
     lines = textwrap.wrap(text, num_characters, max_lines=2, placeholder=" …") or [""]
     return "\n".join(lines).replace("$", r"\$")
-
-
-def _say_nothing_measured(axes: Axes) -> None:
-    axes.text(0.5, 0.5, "nothing measured", transform=axes.transAxes, ha="center", color=GREY)

@@ -6,47 +6,18 @@ Place in the flow: `Comparison` -> `Sheet`s -> eval/compare_report.py, which dra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from eval.acceptance import Acceptance
 from eval.advisor import SPEED_NOISE, Candidate, candidates_at_batch, decide, drafts_text, is_useless
 from eval.compare_plots import prompts_text
 from eval.measurement import Comparison, MethodResult, Speed, size_text
+from eval.page import Cell, Sheet
 
 _NUM_POSITIONS = 4
 _COLUMNS_BESIDE_NAME = 6
 _PLAIN = "plain decoding"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Text, and what qualifies it in small below; `is_best` for what `_marked` says."""
-
-    text: str
-    detail: str = ""
-    is_best: bool = False
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table before it is drawn: the first column is text, the others are numbers.
-
-    Attributes:
-        title: of the table.
-        header: one cell a column.
-        rows: each as long as the header.
-        note: how to read it; may be empty.
-        is_prose: every column is text.
-    """
-
-    title: str
-    header: tuple[Cell, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    note: str = ""
-    is_prose: bool = False
-
-
 _MISSING = Cell("-")
 
 

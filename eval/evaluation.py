@@ -39,7 +39,8 @@ from eval.acceptance import (
 from eval.backbone import answered_documents, comparison, fit, heldout_documents
 from eval.decode.chain import Chain
 from eval.decode.speedup import check_lossless, measure_speedup
-from eval.report import MeasuredOn, build_report, plot_training, print_report, write_report
+from eval.report import MeasuredOn, build_report, print_report, write_report
+from eval.report_page import write_run_page
 from train.drafters.base import Drafter, FeatureRequest, load_drafter_class
 
 _PACK_TOKENS = 4096
@@ -118,7 +119,7 @@ class Evaluation:
         untrained: Drafter,
         training: TrainingFacts,
     ) -> None:
-        """Measures the exported checkpoint and the untrained drafter; writes report.json and training.png; prints the summary."""
+        """Measures the exported checkpoint and the untrained drafter; writes report.json and report.html; prints the summary."""
         started = time.monotonic()
         measured_config = measured_target(target, settings, device)
         drafter = exported_drafter(run_dir / "export", measured_config, device)
@@ -153,8 +154,7 @@ class Evaluation:
         if target.model == str(run_dir / "backbone"):
             report["backbone"] = json.loads((run_dir / "backbone.json").read_text())
         write_report(report, run_dir / "report.json")
-        plot_training(run_dir / "metrics.jsonl", run_dir / "training.png", f"{run_dir.name}: {target.model}")
-        print_report(report, files=[run_dir / "report.json", run_dir / "training.png", run_dir / "export"])
+        print_report(report, files=[write_run_page(run_dir)])
 
 
 def measured_target(target: TargetConfig, settings: EvalConfig, device: torch.device) -> TargetConfig:

@@ -1,23 +1,21 @@
-"""The result of a run: report.json with the same keys for every recipe, a readable summary, and a plot of training.
+"""The result of a run: report.json with the same keys for every recipe, and a readable summary.
 
-Place in the flow: the last stage of a recipe. `build_report` -> `write_report` (report.json) -> `print_report`; `plot_training`
-(training.png) from metrics.jsonl. Every number stands beside what it was measured on (algorithms.md section 7): dataset, prompts,
-temperature, chain, draft length, dtype.
+    python -m eval.report runs/quickstart      # report.html (eval/report_page.py), also of a run that is not finished
+
+Place in the flow: the last stage of a recipe. `build_report` -> `write_report` (report.json) -> `print_report`. Every number stands beside what it
+was measured on (algorithms.md section 7): dataset, prompts, temperature, chain, draft length, dtype.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
+import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -28,8 +26,6 @@ from eval.decode.speedup import Speedup
 from eval.deploy import serve_commands
 
 _BAR_CELLS = 24
-COLOURS = ("#1f4e9c", "#2f8f83", "#d58a1a", "#b8442f", "#7a4ea3", "#5f6b77", "#8c6d46")
-INK, GREY, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#e5e7eb"
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ def print_report(report: dict[str, Any], files: Sequence[Path] = (), console: Co
 
     Args:
         report: from `build_report`, or read back from report.json.
-        files: further results to name, for example training.png.
+        files: further results to name, for example report.html.
         console: where to print; standard output by default.
     """
     console = console or Console(highlight=False)
@@ -127,7 +123,7 @@ def print_report(report: dict[str, Any], files: Sequence[Path] = (), console: Co
         f"(95% interval {low:.3f} to {high:.3f}; mean over prompts {report['tau_macro']:.3f})",
         soft_wrap=True,
     )
-    console.print(_conditions(report), style="dim", soft_wrap=True, markup=False)
+    console.print(conditions_text(report), style="dim", soft_wrap=True, markup=False)
     console.print()
     console.print(_acceptance_table(report))
     for line in _speed_lines(report):
@@ -143,7 +139,8 @@ def print_report(report: dict[str, Any], files: Sequence[Path] = (), console: Co
     console.print()
 
 
-def _conditions(report: dict[str, Any]) -> str:
+def conditions_text(report: dict[str, Any]) -> str:
+    """What the acceptance was measured on, in one sentence."""
     return (
         f"{report['algorithm']} for {report['target']}; {report['num_prompts']} held-out prompts of "
         f"{', '.join(report['dataset'])}, {report['num_verifications']:,} verifications; "
@@ -190,8 +187,8 @@ def _speed_lines(report: dict[str, Any]) -> list[str]:
         )
     lines.append(
         f"training           {report['num_train_tokens']:,} tokens, {report['num_steps']:,} steps "
-        f"(best: {report['best_step']:,}) in {_duration(report['train_seconds'])}; "
-        f"everything {_duration(report['total_seconds'])}"
+        f"(best: {report['best_step']:,}) in {duration_text(report['train_seconds'])}; "
+        f"everything {duration_text(report['total_seconds'])}"
     )
     return lines
 
@@ -201,129 +198,42 @@ def _identity_line(counts: dict[str, Any]) -> str:
     return line + (f", {counts['num_near_ties']} differ at a near tie of the target" if counts["num_near_ties"] else "")
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
+    """For people: 12.3 s, 4 min 5 s, 2 h 10 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest_s} s"
 
 
-# --- the plot ---------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
-def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The train and held-out records of metrics.jsonl, by ascending step.
+@dataclass(frozen=True)
+class PageCommand:
+    """Writes report.html of a run, at any time: of an unfinished one what exists so far.
 
-    Raises:
-        ValueError: on a line that is not JSON, or where there is no train record.
+    Attributes:
+        run: the run's folder.
+        out: the file; None is <run>/report.html.
     """
-    records: dict[str, list[dict[str, Any]]] = {"train": [], "heldout": []}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error.msg}): remove it if a killed run left it half written") from error
-        if record["event"] in records:
-            records[record["event"]].append(record)
-    if not records["train"]:
-        raise ValueError(f"{path} holds no training step: train before plotting")
-    train, heldout = (sorted(records[event], key=lambda record: record["step"]) for event in ("train", "heldout"))
-    return train, heldout
+
+    run: tyro.conf.Positional[Path]
+    out: Path | None = None
 
 
-def plot_training(metrics_path: Path, out_path: Path, title: str) -> None:
-    """Draws training loss, held-out tau and held-out acceptance by position over steps, as one PNG.
+def main(args: Sequence[str] | None = None) -> int:
+    """0 when the page is written, 2 when it could not be."""
+    from eval.report_page import write_run_page
 
-    Args:
-        metrics_path: metrics.jsonl of the run.
-        out_path: the PNG.
-        title: of the whole figure.
-    """
-    train, heldout = read_metrics(metrics_path)
-    figure = Figure(figsize=(13, 4.2), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12))
-    figure.suptitle(title, x=0.008, ha="left", fontsize=13, fontweight="bold")
-    loss_axes, tau_axes, acceptance_axes = figure.subplots(1, 3)
-    _draw_loss(loss_axes, train)
-    _draw_tau(tau_axes, heldout)
-    _draw_acceptance(acceptance_axes, heldout)
-    for axes in (loss_axes, tau_axes, acceptance_axes):
-        axes.set_xlim(0, train[-1]["step"])
-    figure.savefig(out_path)
+    command = tyro.cli(PageCommand, args=args, prog="python -m eval.report")
+    try:
+        print(write_run_page(command.run, command.out))
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
 
 
-def _draw_loss(axes: Axes, train: Sequence[dict[str, Any]]) -> None:
-    steps, losses = [record["step"] for record in train], [record["loss"] for record in train]
-    _style(axes, "Training loss")
-    axes.plot(steps, losses, color=COLOURS[0], alpha=0.25, linewidth=0.8)
-    axes.plot(steps, smoothed(losses, len(losses) // 60), color=COLOURS[0], linewidth=1.8)
-    # The first steps may be far above the rest; the view is that of the smoothed curve and most of the points.
-    low, high = min(losses), float(np.quantile(losses, 0.995))
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) + 1e-6)
-
-
-def _draw_tau(axes: Axes, heldout: Sequence[dict[str, Any]]) -> None:
-    _style(axes, "Held-out tau (tokens per target forward)")
-    if not heldout:
-        _say_nothing_measured(axes)
-        return
-    steps, taus = [record["step"] for record in heldout], [record["tau"] for record in heldout]
-    axes.plot(steps, taus, color=COLOURS[1], linewidth=1.8, marker="o", markersize=4, clip_on=False)
-    best = int(np.argmax(taus))
-    axes.plot(steps[best], taus[best], "o", color=COLOURS[2], markersize=8, clip_on=False, zorder=5)
-    axes.set_ylim(1.0, max(1.05, 1.0 + 1.15 * (taus[best] - 1.0)))
-    axes.text(
-        0.03,
-        0.97,
-        f"best {taus[best]:.3f} at step {steps[best]:,}",
-        transform=axes.transAxes,
-        color=COLOURS[2],
-        fontweight="bold",
-        va="top",
-    )
-
-
-def _draw_acceptance(axes: Axes, heldout: Sequence[dict[str, Any]]) -> None:
-    _style(axes, "Held-out joint acceptance by draft position")
-    if not heldout:
-        _say_nothing_measured(axes)
-        return
-    steps = [record["step"] for record in heldout]
-    joint_NK = np.array([record["joint_acceptance"] for record in heldout])
-    for position, joint_N in enumerate(joint_NK.T):
-        colour = COLOURS[position % len(COLOURS)]
-        label = f"draft {position + 1}: {joint_N[-1]:.1%}"
-        axes.plot(steps, joint_N, color=colour, linewidth=1.8, marker="o", markersize=3, label=label, clip_on=False)
-    top = float(joint_NK.max())
-    axes.set_ylim(0, min(1.0, max(0.05, 1.15 * top)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.legend(loc="best", frameon=False, fontsize=9, labelcolor="linecolor", handlelength=1.2)
-
-
-def _style(axes: Axes, title: str) -> None:
-    style_axes(axes, title, "optimizer step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
-
-
-def style_axes(axes: Axes, title: str, x_label: str) -> None:
-    """The look of every plot: a title at the left, grey labels, horizontal grid lines, no frame."""
-    axes.set_title(title, loc="left", fontsize=10.5, color=INK)
-    axes.set_xlabel(x_label, fontsize=9, color=GREY)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=GREY, labelsize=9, length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(RULE)
-
-
-def _say_nothing_measured(axes: Axes) -> None:
-    axes.text(0.5, 0.5, "not measured during training", transform=axes.transAxes, ha="center", color=GREY)
-
-
-def smoothed(values: Sequence[float], half_window: int) -> list[float]:
-    """Mean over each value and its neighbours on both sides: `half_window` of them, fewer (but equally many) near the ends. It
-    does not lag."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    half = np.minimum(half_window, np.minimum(index, index[::-1]))
-    return ((sums[index + half + 1] - sums[index - half]) / (2 * half + 1)).tolist()
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from eval.acceptance import Acceptance
 from eval.advisor import advise
-from eval.compare_plots import draw_comparison, inline_svg
-from eval.compare_report import comparison_table, html_page, print_comparison, write_html
+from eval.compare_plots import draw_comparison
+from eval.compare_report import comparison_page, comparison_table, print_comparison, write_html
 from eval.compare_sheets import draft_length_sheets, headline, method_sheet
 from eval.measurement import Comparison, Lossless, Memory, MethodResult, Speed, size_text
+from eval.plots import inline_svg
 
 DOMAINS = {"chat": 2, "code": 2, "math & <logic>": 1}
 ADVICE = [
@@ -165,7 +166,7 @@ def test_one_prompt_has_no_interval() -> None:
     found = comparison(methods=(only,), domains={"chat": 1})
     text = printed(found)
     assert "3.00-3.00" not in text and "1 prompt" in text and "by domain" not in text
-    assert "3.00" in html_page(found, [])
+    assert "3.00" in comparison_page(found, [])
 
 
 def test_domains_and_batches_have_their_tables_and_missing_batches_a_dash() -> None:
@@ -284,7 +285,7 @@ def test_the_note_counts_what_rides_along_and_the_reading_of_the_prompt() -> Non
 def test_no_method_at_all_is_said(tmp_path: Path) -> None:
     found = comparison(methods=(), plain_tokens_per_s={}, forward_s={})
     assert "No method was measured." in printed(found) and "Medusa <2>" in printed(found)
-    assert "No method was measured." in html_page(found, []) and draw_comparison(found) == []
+    assert "No method was measured." in comparison_page(found, []) and draw_comparison(found) == []
     assert comparison_table(found).row_count == 1
 
 
@@ -317,7 +318,7 @@ class Elements(HTMLParser):
 
 
 def test_page_has_every_plot_table_and_number() -> None:
-    page = html_page(comparison(), ADVICE)
+    page = comparison_page(comparison(), ADVICE)
     elements = Elements(page)
     assert [name for name in elements.ids if re.fullmatch("plot-[a-z]+", name)] == ["plot-tau", "plot-batch", "plot-joint", "plot-memory"]
     assert elements.opened.count("figure") == elements.opened.count("svg") == 4 and elements.opened.count("table") == 5
@@ -327,7 +328,7 @@ def test_page_has_every_plot_table_and_number() -> None:
 
 
 def test_page_escapes_what_comes_from_data() -> None:
-    page = html_page(comparison(), ADVICE)
+    page = comparison_page(comparison(), ADVICE)
     for raw in ("<b>W", "<GPU>", "target<7B>", "<logic>", "Medusa <2>", "<2 GiB>", "& none"):
         assert raw not in page
     for text in ("Lookahead [bold] <b>W&N</b>", "1 x <GPU>", "org/target<7B>", "math & <logic>", "Medusa <2>", "one user, <2 GiB>"):
@@ -335,13 +336,13 @@ def test_page_escapes_what_comes_from_data() -> None:
 
 
 def test_page_needs_nothing_from_elsewhere() -> None:
-    page = html_page(comparison(), ADVICE)
+    page = comparison_page(comparison(), ADVICE)
     assert not re.search(r"https?:|//\w|@import|@font-face|<script|<link|<img|<iframe", page)
     assert set(re.findall(r'(?:href|src)="(.)', page)) == {"#"} and set(re.findall(r"url\((.)", page)) <= {"#"}
 
 
 def test_every_reference_in_a_plot_has_one_target() -> None:
-    page = html_page(comparison(), ADVICE)
+    page = comparison_page(comparison(), ADVICE)
     ids = Elements(page).ids
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'href="#([^"]+)', page)) | set(re.findall(r"url\(#([^)]+)", page)) <= set(ids)
@@ -378,5 +379,5 @@ def test_speed_plot_has_a_point_a_measured_batch_and_the_reference() -> None:
 
 def test_a_page_of_methods_without_verifications_and_of_one_batch_is_drawn() -> None:
     nothing = [replace(comparison().methods[3], name=f"method {index}") for index in range(12)]
-    page = html_page(comparison(methods=tuple(nothing)), [])
+    page = comparison_page(comparison(methods=tuple(nothing)), [])
     assert "nothing measured" in page and page.count("<svg") == 4

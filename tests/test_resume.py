@@ -42,8 +42,8 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def without_times(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the clock."""
-    return [{name: value for name, value in record.items() if name not in ("tokens_per_s", "wait_share")} for record in records(run_dir)]
+    """metrics.jsonl without what depends on the clock or the machine."""
+    return [{name: value for name, value in record.items() if name not in ("tokens_per_s", "wait_share", "peak_rss_bytes")} for record in records(run_dir)]
 
 
 def assert_same_end(run_dir: Path, reference: Path) -> None:
@@ -349,11 +349,12 @@ def test_moving_aside_takes_what_training_wrote_and_nothing_else(tmp_path: Path)
     (tmp_path / "superseded_4").mkdir()
     (tmp_path / "data").mkdir()
     commit_checkpoint(write(tmp_path, 3))
-    for name in ("best.json", "best_3.safetensors", "metrics.jsonl", "draft_vocab.json", "wandb_id", "config.json"):
+    for name in ("best.json", "best_3.safetensors", "metrics.jsonl", "draft_vocab.json", "wandb_id", "trackers.json", "config.json"):
         (tmp_path / name).write_text("")
     aside = move_aside(tmp_path)
     assert aside == tmp_path / "superseded_5"
-    assert {path.name for path in aside.iterdir()} == {"step_3", "best.json", "best_3.safetensors", "metrics.jsonl", "draft_vocab.json", "wandb_id"}
+    moved = {"step_3", "best.json", "best_3.safetensors", "metrics.jsonl", "draft_vocab.json", "wandb_id", "trackers.json"}
+    assert {path.name for path in aside.iterdir()} == moved
     assert {path.name for path in tmp_path.iterdir()} == {"superseded_4", "superseded_5", "data", "config.json"}
 
 

@@ -55,7 +55,7 @@ def losses(run_dir: Path) -> list[float]:
 
 def test_a_run_leaves_every_promised_file(launcher: Any) -> None:
     run_dir = launcher.runs_dir / "offline"
-    for name in ("config.json", "data_report.json", "metrics.jsonl", "best.json", "report.json", "training.png", "export/config.json"):
+    for name in ("config.json", "data_report.json", "metrics.jsonl", "best.json", "report.json", "report.html", "export/config.json"):
         assert (run_dir / name).is_file(), name
     report = json.loads((run_dir / "report.json").read_text())
     assert report.keys() >= REPORT_KEYS
@@ -94,7 +94,7 @@ def test_the_targets_own_answers_can_be_trained_on(launcher: Any) -> None:
     [
         ([], []),
         (["--eval.draft-length", "3"], ["evaluate"]),
-        (["--train.log-every", "5", "--train.save-every", "3", "--log.wandb-project", "other"], []),
+        (["--train.log-every", "5", "--train.save-every", "3", "--log.wandb", "--log.wandb-project", "other"], []),
         (["--optim.learning-rate", "1e-3"], ["train", "export", "evaluate"]),
         (["--features.storage", "int8"], ["extract", "train", "export", "evaluate"]),
         (["--drafter.aux-layers", "1", "3", "6"], ["states", "extract", "train", "export", "evaluate"]),

@@ -6,9 +6,13 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
+
+from checkpoints.hub_client import check_repo_id
 from data.heldout import EvalConfig
+from data.openai_client import ServerConfig
 from data.prepare import DataConfig
 from data.storage import Storage
 from data.target import TargetConfig
@@ -26,16 +30,35 @@ class AnswersConfig:
         max_conversations: conversations to answer when source is "target"; None answers all.
         max_prompt_tokens: longer prompts are left out and counted.
         max_new_tokens: longest answer.
+        server: URL of an OpenAI-compatible server of the target that answers instead of this process, for example http://localhost:8000/v1.
+        model: name under which it serves the target; None is target.model.
+        concurrency: requests that it has to do at a time.
     """
 
     source: Literal["dataset", "target"] = "dataset"
     max_conversations: int | None = None
     max_prompt_tokens: int = 1024
     max_new_tokens: int = 512
+    server: str | None = None
+    model: str | None = None
+    concurrency: int = 32
 
     def __post_init__(self) -> None:
         if self.source == "dataset" and self.max_conversations is not None:
             raise ValueError("answers.max_conversations has no effect with answers.source dataset: use data.max_conversations")
+        if self.source == "dataset" and self.server is not None:
+            raise ValueError("answers.server has no effect with answers.source dataset: set answers.source target")
+        if self.server is None and (self.model is not None or self.concurrency != type(self).concurrency):
+            raise ValueError("answers.model and answers.concurrency have no effect without answers.server")
+
+    def served_by(self, target: TargetConfig) -> ServerConfig | None:
+        """The server that answers; None where the target is run here."""
+        return None if self.server is None else ServerConfig(self.server, self.model or target.model, self.concurrency)
+
+    def identity(self, target: TargetConfig) -> dict[str, Any]:
+        """What the answers depend on: of a server, the model that it serves, not where it stands."""
+        plain = {name: value for name, value in to_json(self).items() if name not in ("server", "model", "concurrency")}
+        return plain if self.server is None else {**plain, "server_model": self.model or target.model}
 
 
 @dataclass(frozen=True)
@@ -48,12 +71,25 @@ class FeaturesConfig:
         shard_tokens: tokens of a shard, the unit of resuming.
         storage: "int8" stores states in 8 bits with a scale for each 32 values, in little more than half the bytes of bfloat16 (data/storage.py);
             "lossless" stores them as the target computed them.
+        backend: what runs the target for an offline extraction: "transformers", a copy of it in each process; or "vllm", one engine, installed by
+            `make vllm`, which can split a large target over several GPUs.
+        tensor_parallel: GPUs that vLLM splits the target over.
     """
 
     mode: Literal["offline", "online"] = "offline"
     path: Path | None = None
     shard_tokens: int = 65536
     storage: Storage = "int8"
+    backend: Annotated[Literal["transformers", "vllm"], tyro.conf.arg(aliases=("--target-backend",))] = "transformers"
+    tensor_parallel: Annotated[int, tyro.conf.arg(aliases=("--target-tensor-parallel",))] = 1
+
+    def __post_init__(self) -> None:
+        if self.backend == "vllm" and self.mode == "online":
+            raise ValueError("features.backend vllm extracts to disk, but features.mode is online: set --features.mode offline, or leave it out")
+        if self.tensor_parallel < 1:
+            raise ValueError(f"features.tensor_parallel is {self.tensor_parallel}, expected at least 1")
+        if self.backend != "vllm" and self.tensor_parallel != 1:
+            raise ValueError("features.tensor_parallel has no effect with features.backend transformers: set --target-backend vllm")
 
 
 @dataclass(frozen=True)
@@ -74,6 +110,7 @@ class TrainConfig:
         num_kept_checkpoints: older ones are removed.
         log_every: steps between progress lines.
         seed: of initialisation and data order.
+        init_from: a run's export, or a checkpoint that checkpoints/convert.py reads (folder or Hub id), whose weights the drafter starts from.
     """
 
     num_epochs: float = 2.0
@@ -89,6 +126,7 @@ class TrainConfig:
     num_kept_checkpoints: int = 2
     log_every: int = 10
     seed: int = 0
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_epochs <= 0:
@@ -112,15 +150,27 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Trackers beside metrics.jsonl, which is always written.
+    """Trackers beside metrics.jsonl, which is always written; see train/trackers.py.
 
     Attributes:
-        wandb: also log to Weights & Biases; offline when there is no key or no network.
+        wandb: also log to Weights & Biases; offline when there is no key or no network, or WANDB_MODE=offline says so.
         wandb_project: its project.
+        wandb_entity: the team or user that owns the project; None is the key's default.
+        wandb_tags: to find the run by.
+        tensorboard: also write event files to <run>/tensorboard.
     """
 
     wandb: bool = False
     wandb_project: str = "headstart"
+    wandb_entity: str | None = None
+    wandb_tags: tuple[str, ...] = ()
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        defaults = {item.name: item.default for item in dataclasses.fields(self)}
+        for name in ("wandb_project", "wandb_entity", "wandb_tags"):
+            if not self.wandb and dataclasses.asdict(self)[name] != defaults[name]:
+                raise ValueError(f"log.{name} has no effect without log.wandb: add --log.wandb")
 
 
 @dataclass(frozen=True)
@@ -129,6 +179,8 @@ class RunConfig:
 
     Attributes:
         name: the run's folder is runs_dir / name.
+        push_to_hub: user/name on the Hugging Face Hub that the drafter is uploaded to when everything is done (checkpoints/hub.py).
+        hub_private: make that repository private.
     """
 
     name: str
@@ -142,6 +194,8 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    push_to_hub: str | None = None
+    hub_private: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -159,6 +213,11 @@ class RunConfig:
             raise ValueError("features.path has no effect with features.mode online")
         if "eagle-" in str(self.run_dir).lower():
             raise ValueError(f"{self.run_dir}: vLLM takes any path with 'eagle-' in it for EAGLE-1; choose another --name or --runs-dir")
+
+        if self.push_to_hub is not None:
+            check_repo_id(self.push_to_hub, self.drafter.algorithm)
+        elif self.hub_private:
+            raise ValueError("hub_private has no effect without push_to_hub")
 
     @property
     def run_dir(self) -> Path:

@@ -64,4 +64,4 @@ class Evaluator(Protocol):
         untrained: Drafter,
         training: TrainingFacts,
     ) -> None:
-        """Measures the exported checkpoint and writes report.json and training.png."""
+        """Measures the exported checkpoint and writes report.json and report.html."""

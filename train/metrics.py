@@ -1,20 +1,20 @@
-"""What a run says while it trains: progress lines, metrics.jsonl, and Weights & Biases when asked.
+"""What a run says while it trains: progress lines, metrics.jsonl, and the trackers that are asked for.
 
 The drafters report sums; here they become ratios, each with its unit in its name. metrics.jsonl is always written, one JSON object a line, flushed,
-and cut back to the resumed step when a run goes on, so no step appears twice. A tracker that fails never ends a run.
+and cut back to the resumed step when a run goes on, so no step appears twice. The trackers (train/trackers.py) are told the same records.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import time
-from collections.abc import Callable
 from typing import Any
 
-from train.config import LogConfig, RunConfig, to_json
+from checkpoints.metrics import read_metrics
+from train.config import RunConfig
 from train.engine import StepOutput
+from train.peak_memory import peak_memory
+from train.trackers import Trackers
 
 
 def ratios(metrics: dict[str, float]) -> dict[str, Any]:
@@ -28,9 +28,9 @@ def ratios(metrics: dict[str, float]) -> dict[str, Any]:
 
 
 class MetricsLog:
-    """metrics.jsonl, progress on the console and, when asked, wandb; rank 0 only."""
+    """metrics.jsonl, progress on the console, and the trackers; rank 0 only."""
 
-    def __init__(self, config: RunConfig, num_steps: int, first_step: int) -> None:
+    def __init__(self, config: RunConfig, num_steps: int, first_step: int, trackers: Trackers) -> None:
         self._path = config.run_dir / "metrics.jsonl"
         self._num_steps = num_steps
         self._log_every = config.train.log_every
@@ -39,31 +39,29 @@ class MetricsLog:
         self._started = time.monotonic()
         self._tokens = 0
         self._waited_s = 0.0
-        self._cut_back(first_step)
+        self._trackers = trackers
+        kept = self._cut_back(first_step)
         self._file = self._path.open("a")
-        self._tracker = Tracker(config) if config.log.wandb else None
+        trackers.open(kept)
 
-    def _cut_back(self, first_step: int) -> None:
-        """Drops lines that a killed run wrote after its last checkpoint, and a last line cut in the middle."""
-        if not self._path.exists():
-            return
-        kept = []
-        for line in self._path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record["step"] <= first_step:
-                kept.append(line)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{line}\n" for line in kept))
-        temporary.replace(self._path)
+    def _cut_back(self, first_step: int) -> list[dict[str, Any]]:
+        """Drops what a killed run wrote after its last checkpoint, and a last line cut in the middle; returns what stays."""
+        found = read_metrics(self._path)
+        kept = [record for record in found.records if record["step"] <= first_step]
+        if found.num_damaged:
+            print(f"{self._path}: left out {found.num_damaged} damaged lines", flush=True)
+        if len(kept) < len(found.records) or found.num_damaged:
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text("".join(f"{json.dumps(record)}\n" for record in kept))
+            temporary.replace(self._path)
+        return kept
 
     def step(self, step: int, output: StepOutput, rate: float, waited_s: float) -> None:
         """Records optimizer step `step` (1-based count of steps done)."""
         self._tokens += output.num_tokens
         self._waited_s += waited_s
         elapsed_s = time.monotonic() - self._started
+        memory = peak_memory()
         record = {
             "event": "train",
             "step": step,
@@ -75,6 +73,7 @@ class MetricsLog:
             "packing_share": round(output.num_tokens / self._batch_tokens, 4),
             "tokens_per_s": round(self._tokens / elapsed_s, 1),
             "wait_share": round(self._waited_s / elapsed_s, 4),
+            **memory,
             **ratios(output.metrics),
         }
         self._write(record)
@@ -82,9 +81,10 @@ class MetricsLog:
             done = step - self._first_step
             left_s = elapsed_s / done * (self._num_steps - step)
             accuracy = " ".join(f"{value:.3f}" for value in record["accuracy"])
+            peak_bytes = memory["peak_gpu_bytes"] if "peak_gpu_bytes" in memory else memory["peak_rss_bytes"]
             print(
                 f"step {step}/{self._num_steps}  loss {output.loss:.3f}  accuracy {accuracy}  rate {rate:.2e}  "
-                f"{record['tokens_per_s']:,.0f} tokens/s  {left_s / 60:.1f} min left",
+                f"{record['tokens_per_s']:,.0f} tokens/s  {peak_bytes / 1e9:.1f} GB  {left_s / 60:.1f} min left",
                 flush=True,
             )
 
@@ -97,76 +97,8 @@ class MetricsLog:
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        if self._tracker is not None:
-            self._tracker.log(record)
+        self._trackers.record(record)
 
     def close(self) -> None:
+        """The trackers stay open: the run's results are to come."""
         self._file.close()
-        if self._tracker is not None:
-            self._tracker.close()
-
-
-class Tracker:
-    """The wandb run of a training: the same one when a training goes on, another when it starts afresh. Its failures never end a run."""
-
-    def __init__(self, config: RunConfig) -> None:
-        path = config.run_dir / "wandb_id"
-        if not path.exists():
-            path.write_text(f"{config.name}-{secrets.token_hex(4)}")
-        self._run = start_wandb(config.log, config, path.read_text())
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Sends one record of metrics.jsonl: its numbers, and its lists as a series an entry."""
-        flat = {name: value for name, value in record.items() if isinstance(value, (int, float)) and name != "step"}
-        lists = {f"{name}/{index}": item for name, value in record.items() if isinstance(value, list) for index, item in enumerate(value)}
-        values = {f"{record['event']}/{name}": value for name, value in (flat | lists).items()}
-        self._try(lambda run: run.log(values, step=record["step"]))
-
-    def close(self) -> None:
-        """Waits until everything is sent or stored."""
-        self._try(lambda run: run.finish())
-        self._run = None
-
-    def _try(self, action: Callable[[Any], object]) -> None:
-        """Acts on the wandb run as long as there is one; drops it at its first error."""
-        if self._run is None:
-            return
-        try:
-            action(self._run)
-        except Exception as error:
-            self._run = None
-            print(f"wandb failed ({type(error).__name__}: {error}); the run goes on without it, metrics are in metrics.jsonl", flush=True)
-
-
-def start_wandb(log: LogConfig, config: RunConfig, run_id: str) -> Any:
-    """A wandb run that goes on under its id; offline when there is no key or the server does not answer.
-
-    Returns None, with a printed reason, where wandb cannot even start offline: losing a tracker never ends a run.
-    """
-    run_dir = config.run_dir
-    try:
-        import wandb
-    except ImportError as error:
-        print(f"wandb could not start ({error}); the run goes on, metrics are in {run_dir}/metrics.jsonl", flush=True)
-        return None
-    arguments: dict[str, Any] = {
-        "project": log.wandb_project,
-        "name": config.name,
-        "id": run_id,
-        "resume": "allow",
-        "dir": str(run_dir),
-        "config": to_json(config),
-    }
-    is_offline = os.environ.get("WANDB_MODE") in {"offline", "disabled", "dryrun"}
-    if not is_offline:
-        settings = wandb.Settings(init_timeout=8, x_graphql_retry_max=1, x_graphql_timeout_seconds=5)
-        try:
-            return wandb.init(**arguments, settings=settings)
-        except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            print(f"wandb is not reachable ({reason}); logging offline to {run_dir}/wandb: `wandb sync` it later", flush=True)
-    try:
-        return wandb.init(**arguments, mode="disabled" if os.environ.get("WANDB_MODE") == "disabled" else "offline")
-    except Exception as error:
-        print(f"wandb could not start ({error}); the run goes on, metrics are in {run_dir}/metrics.jsonl", flush=True)
-        return None

@@ -1,5 +1,6 @@
 """The whole run, top to bottom. Read this first.
 
+    (target)    a target that is a base with a LoRA adapter becomes one model: <run>/target
     prepare     conversations -> tokenised train and held-out splits, data_report.json
     answer      the target answers the held-out prompts: what acceptance is measured on
     states      the target's hidden states of those answers
@@ -8,7 +9,8 @@
     train       the drafter; held-out acceptance is measured on the way and the best step kept
     backbone    (a drafter that trains the target too) the target as the best step left it, and what that did to it
     export      the best step as a checkpoint that vLLM and SGLang load
-    evaluate    acceptance of the *exported* checkpoint, speed-up, report.json, training.png
+    evaluate    acceptance of the *exported* checkpoint, speed-up, report.json, report.html
+    upload      (push_to_hub) the export and its model card, to the Hugging Face Hub
 
 Each stage is skipped when its output is whole and its inputs are unchanged (train/stages.py), so running the same command again goes on where an
 interrupted run stopped. Every process of a launch runs this file; rank 0 does what only one can do while the others wait.
@@ -36,6 +38,9 @@ from transformers import PretrainedConfig
 from checkpoints.card import backbone_card, drafter_card
 from checkpoints.draft_config import draft_dimensions
 from checkpoints.export import export_drafter
+from checkpoints.hub import upload_after_run
+from checkpoints.hub_client import check_can_upload
+from checkpoints.metrics import read_metrics
 from checkpoints.provenance import TrainingFacts, collect_provenance, portable_name
 from checkpoints.resume import (
     begin_checkpoint,
@@ -48,16 +53,20 @@ from checkpoints.resume import (
     save_rng,
     write_state,
 )
+from checkpoints.serving import target_limits
 from data.batch import Features, drafter_batch
 from data.extract import document_lengths, extract, finish_store, is_served_by
 from data.loader import PackPlan, load_steps, shuffled_once, token_reader
+from data.merge_adapter import write_merged
 from data.prepare import prepare
-from data.regenerate import regenerate
+from data.regenerate import LocalAnswers, regenerate
+from data.server_answers import ServerAnswers
 from data.shards import INDEX_FILE, FeatureStore, StoreHeader
 from data.target import (
     Target,
     TargetConfig,
     TargetHeads,
+    base_and_adapter,
     check_plain_logits,
     load_target_heads,
     load_tokenizer,
@@ -65,19 +74,24 @@ from data.target import (
     target_fingerprint,
     target_hf_config,
 )
+from data.vllm_states import VllmSource
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
 from train.best import BestStep, best_weights
 from train.config import RunConfig, save_config, to_json
 from train.drafters.base import Drafter, load_drafter_class
 from train.engine import DeepSpeedEngine, Engine, Precision, Processes, StepRates, TorchEngine, check_launch, read_deepspeed_config, resolve_precision
 from train.evaluator import Evaluator
+from train.launcher import check_shared_folder
 from train.metrics import MetricsLog
 from train.stages import Stage, StageRecords, source_identity
+from train.trackers import Trackers, check_trackers
+from train.warm_start import load_warm_start
 
 
 def run(config: RunConfig, evaluator: Evaluator) -> None:
     """Runs every stage that is missing or stale."""
     check_launch(config.train.packs_per_step, config.train.deepspeed_config)
+    check_trackers(config.log)
     processes = Processes(config.train.engine)
     stages = Run(config, evaluator, processes)
     stages.prepare()
@@ -88,6 +102,8 @@ def run(config: RunConfig, evaluator: Evaluator) -> None:
     stages.backbone()
     stages.export()
     stages.evaluate()
+    stages.upload()
+    stages.trackers.close()
     processes.close()  # not after an error: it waits for ranks that may be gone
 
 
@@ -100,16 +116,43 @@ class Run:
         self.processes = processes
         self.run_dir = config.run_dir
         self.records = StageRecords(config.run_dir)
+        self.trackers = Trackers(config, processes.is_main)
+        if config.push_to_hub is not None and processes.is_main:
+            check_can_upload(config.push_to_hub)  # not after a day of training
         self.target_config: PretrainedConfig = target_hf_config(config.target)
         check_plain_logits(self.target_config)
         self.drafter_class = load_drafter_class(config.drafter.algorithm)
+        self.drafter_class.check_target(self.target_config)
         self.request = self.drafter_class.feature_request_of(config.drafter, self.target_config)
-        self.target_id = target_fingerprint(config.target)
+        self._say_engine_limits()
+        self.given = config  # as the user gave it; `config` names the merged target
+        self.base, self.adapter = base_and_adapter(config.target)
+        if self.adapter is not None:
+            self._merge_adapter()
+        self.target_id = target_fingerprint(self.config.target)
+        self.warm_start = load_warm_start(config.train.init_from, config.drafter, self.target_config, self.request, processes.is_main)
         self._target: Target | None = None
         if processes.is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             save_config(config, self.run_dir / "config.json")
         processes.barrier()
+        check_shared_folder(self.run_dir, processes)
+
+    def _merge_adapter(self) -> None:
+        """A base with an adapter becomes one model, <run>/target: from here on it is the target, and what is served."""
+        folder = self.run_dir / "target"
+        if self.processes.is_main:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            write_merged(self.config.target, folder)
+        self.processes.barrier()
+        self.config = dataclasses.replace(self.config, target=TargetConfig(str(folder), dtype=self.config.target.dtype))
+        self.target_config = target_hf_config(self.config.target)
+
+    def _say_engine_limits(self) -> None:
+        """Said before any work: an engine that cannot serve this pair of target and algorithm."""
+        for engine, reason in target_limits(self.config.drafter.algorithm, self.target_config.model_type).items():
+            if self.processes.is_main:
+                print(f"note: {engine} will not serve this drafter: {reason}", flush=True)
 
     # --- data and target ------------------------------------------------------------------------------------------------
 
@@ -117,7 +160,8 @@ class Run:
         """Conversations to tokenised splits."""
         data = self.config.data
         sources = [source_identity(source, version) for source in data.sources]
-        settings = {name: value for name, value in to_json(data).items() if name not in ("sources", "num_workers")}
+        unchanging = ("sources", "num_workers", "streaming", *(() if data.columns.is_set else ("columns",)))
+        settings = {name: value for name, value in to_json(data).items() if name not in unchanging}
         self.prepare_stage = Stage("prepare", {"sources": sources, "target": self.target_id, **settings}, self.run_dir / "data_report.json")
 
         def work() -> None:
@@ -152,11 +196,13 @@ class Run:
         if answers.source == "dataset":
             return
         self.samples_dir = self.run_dir / "regenerated"
-        self.samples_stage = Stage("regenerate", {"prepare": self.prepare_stage.fingerprint, **to_json(answers)}, self.samples_dir)
+        inputs = {"prepare": self.prepare_stage.fingerprint, **answers.identity(self.config.target)}
+        self.samples_stage = Stage("regenerate", inputs, self.samples_dir)
+        server = answers.served_by(self.config.target)
         self._once(
             self.samples_stage,
             lambda: regenerate(
-                self._loaded_target(),
+                LocalAnswers(self._loaded_target()) if server is None else ServerAnswers.of(self.config.target, server),
                 self._prepared("train"),
                 self.samples_dir,
                 max_samples=answers.max_conversations,
@@ -172,10 +218,12 @@ class Run:
         if features.mode == "online":
             return
         inputs = {"samples": self.samples_stage.fingerprint, "request": to_json(self.request), "storage": features.storage}
+        if features.backend != "transformers":
+            inputs["backend"] = features.backend
         self.features_stage = Stage("extract", inputs, self.config.features_dir / INDEX_FILE)
 
         def work() -> None:
-            target, samples, folder = self._loaded_target(), self._samples(), self.config.features_dir
+            target, samples, folder = self._state_source(), self._samples(), self.config.features_dir
             header = StoreHeader(
                 target=self.target_id,
                 samples=self.samples_stage.fingerprint,
@@ -187,7 +235,12 @@ class Run:
             )
             if features.path is not None and is_served_by(folder, header, is_shown=processes.is_main):
                 return
-            extract(target, samples, folder, header=header, shard_tokens=features.shard_tokens, rank=processes.rank, world_size=processes.world_size)
+            if isinstance(target, Target):
+                extract(
+                    target, samples, folder, header=header, shard_tokens=features.shard_tokens, rank=processes.rank, world_size=processes.world_size
+                )
+            elif processes.is_main:  # one engine does the work of all ranks
+                extract(target, samples, folder, header=header, shard_tokens=features.shard_tokens)
             processes.barrier()
             if processes.is_main:
                 finish_store(samples, folder, header, features.shard_tokens)
@@ -205,9 +258,11 @@ class Run:
     def train(self) -> None:
         """The optimizer steps, from the newest checkpoint if there is one."""
         settings = to_json(self.config.train)
-        ignored = ("log_every", "save_every", "num_kept_checkpoints", "recompute")
+        ignored = ("log_every", "save_every", "num_kept_checkpoints", "recompute", "init_from")
         settings = {name: value for name, value in settings.items() if name not in ignored}
         settings["precision"] = self._precision()
+        if self.warm_start is not None:
+            settings["init_from"] = self.warm_start.digest
         drafter = {name: value for name, value in to_json(self.config.drafter).items() if name != "max_perplexity_increase"}
         if self.config.train.deepspeed_config is not None:  # what it says, wherever it lies
             settings["deepspeed_config"] = read_deepspeed_config(self.config.train.deepspeed_config)
@@ -230,6 +285,9 @@ class Run:
         checkpoint = self._checkpoint_to_resume()
         is_best_known = (self.run_dir / "best.json").exists()  # looked up before any rank can write it
         self._choose_vocabulary()
+        if self.warm_start is not None and processes.is_main:
+            for difference in self.warm_start.differences(self.heads()):
+                print(f"note: --train.init-from {self.warm_start.source}: {difference}", flush=True)
         drafter, plan, read = self.build_drafter(), self._plan(), self._reader()
         engine = self._engine(drafter, plan)
         num_steps = self._num_steps(plan)
@@ -241,7 +299,7 @@ class Run:
             if config.train.engine == "deepspeed" and resumed["world_size"] != processes.world_size:
                 raise ValueError(f"{checkpoint} was written by {resumed['world_size']} ranks: DeepSpeed resumes with as many only")
             engine.load(checkpoint)
-        log = MetricsLog(config, num_steps, first_step) if processes.is_main else None
+        log = MetricsLog(config, num_steps, first_step, self.trackers) if processes.is_main else None
         keeper = None
         if log is not None:
             measure = self.evaluator.heldout(self.answers_dir, config.eval, processes.device)
@@ -322,6 +380,8 @@ class Run:
         torch.manual_seed(self.config.train.seed)
         drafter = self.drafter_class(self.config.drafter, self.target_config, self.heads(), vocabulary)
         drafter.recomputes = self.config.train.recompute
+        if self.warm_start is not None:
+            self.warm_start.load_into(drafter)
         if self.config.drafter.trains_target:
             dtype = dtype or ("bfloat16" if self._precision() == "bf16" else "float32")
             drafter.attach_target(Target.load(dataclasses.replace(self.config.target, dtype=dtype), self.processes.device))
@@ -352,7 +412,9 @@ class Run:
             pairs = ((sample["input_ids"], sample["loss_mask"]) for sample in samples)
             size = self.config.drafter.vocabulary_size(self.target_config.vocab_size)
             assert size is not None
-            vocabulary = choose_draft_vocabulary(count_supervised_tokens(pairs, self.target_config.vocab_size), size)
+            counts_V = count_supervised_tokens(pairs, self.target_config.vocab_size)
+            given = None if self.warm_start is None else self.warm_start.vocabulary(counts_V)
+            vocabulary = given or choose_draft_vocabulary(counts_V, size)
             vocabulary.save(path)
             print(f"draft vocabulary: {size} tokens cover {vocabulary.coverage:.2%} of the supervised tokens", flush=True)
         self.processes.barrier()
@@ -417,13 +479,17 @@ class Run:
                 self._prepared("heldout"),
                 config.drafter.perplexity_bound(),
             )
-            (candidate / "README.md").write_text(backbone_card(portable_name(config.target.model), self._backbone_facts()))
+            (candidate / "README.md").write_text(backbone_card(self._original_name(), self._backbone_facts()))
             shutil.rmtree(folder, ignore_errors=True)
             candidate.rename(folder)
 
         self._once(self.best_stage, work, discard)
         self.answers_dir = self.run_dir / "backbone_answers"
         self._answer("backbone_", self.served_target, {"backbone": self.best_stage.fingerprint})
+
+    def _original_name(self) -> str:
+        """The target as the user named it."""
+        return portable_name(self.base.model) + ("" if self.adapter is None else f" with the adapter {portable_name(self.adapter.name)}")
 
     def _backbone_facts(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "backbone.json").read_text())
@@ -436,8 +502,10 @@ class Run:
             drafter = self.build_drafter()
             drafter.load_trained(load_file(best_weights(self.run_dir)))
             config, is_own = self.config, self.config.drafter.trains_target
-            provenance = collect_provenance(self.served_target.model, target_fingerprint(self.served_target), to_json(config))
-            original, facts = (portable_name(config.target.model), self._backbone_facts()) if is_own else (None, None)
+            is_merged = self.adapter is not None and not is_own
+            served, adapter = (self.base.model, self.adapter.name) if is_merged else (self.served_target.model, None)
+            provenance = collect_provenance(served, target_fingerprint(self.served_target), to_json(self.given), adapter)
+            original, facts = (self._original_name(), self._backbone_facts()) if is_own else (None, None)
             export_drafter(
                 drafter.export_tensors(),
                 algorithm=self.config.drafter.algorithm,
@@ -455,15 +523,17 @@ class Run:
     def evaluate(self) -> None:
         """Acceptance and speed of the exported checkpoint."""
         started = time.monotonic()
-        stage = Stage("evaluate", {"export": self.export_stage.fingerprint, "eval": to_json(self.config.eval)}, self.run_dir / "report.json")
+        inputs = {"export": self.export_stage.fingerprint, "eval": to_json(self.config.eval)}
+        self.evaluate_stage = Stage("evaluate", inputs, self.run_dir / "report.json")
 
         def work() -> None:
-            steps = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+            metrics = read_metrics(self.run_dir / "metrics.jsonl")
+            steps = metrics.of("train")
             facts = TrainingFacts(
                 train_seconds=self.records.seconds("train"),
                 total_seconds=self.records.total_seconds() + time.monotonic() - started,
-                num_train_tokens=sum(step["num_tokens"] for step in steps if step["event"] == "train"),
-                num_steps=sum(step["event"] == "train" for step in steps),
+                num_train_tokens=sum(step["num_tokens"] for step in steps),
+                num_steps=len(steps),
                 best_step=json.loads((self.run_dir / "best.json").read_text())["step"],
             )
             config, device = self.config, self.processes.device
@@ -471,8 +541,18 @@ class Run:
             self.evaluator.report(
                 self.run_dir, self.answers_dir, self.served_target, config.eval, device, config.data.sources, untrained, facts
             )
+            self.trackers.open(metrics.records)
+            self.trackers.finish(json.loads((self.run_dir / "report.json").read_text()), self.run_dir / "report.html")
 
-        self._once(stage, work)
+        self._once(self.evaluate_stage, work)
+
+    def upload(self) -> None:
+        """The export with its model card to the Hub, where the recipe asks for it."""
+        config, repo = self.config, self.config.push_to_hub
+        if repo is None:
+            return
+        inputs = {"evaluate": self.evaluate_stage.fingerprint, "repo": repo, "private": config.hub_private}
+        self._once(Stage("upload", inputs, self.run_dir / "hub.json"), lambda: upload_after_run(self.run_dir, repo, config.hub_private))
 
     # --- stages ---------------------------------------------------------------------------------------------------------
 
@@ -508,6 +588,18 @@ class Run:
                     print(f"[{stage.name}] stale: {change}", flush=True)
                 print(f"[{stage.name}]", flush=True)
         return bool(self.processes.sum([flag])[0])
+
+    def _state_source(self) -> Target | VllmSource:
+        """What runs the target for extraction. vLLM takes the GPUs' memory, so every rank gives back what it can."""
+        config, processes = self.config, self.processes
+        if config.features.backend == "transformers":
+            return self._loaded_target()
+        self._target = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if processes.is_main and processes.world_size > 1:
+            print(f"extract: rank 0 drives vLLM; the other {processes.world_size - 1} wait for it", flush=True)
+        return VllmSource(config.target, config.features.tensor_parallel, processes.device)
 
     def _loaded_target(self) -> Target:
         if self._target is None:

@@ -13,10 +13,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -47,8 +49,36 @@ _PACK_TOKENS = 2048
 _LENGTHS_AT_ONCE = 8192
 
 
+class Pack(NamedTuple):
+    """Some documents of a shard, end to end.
+
+    Attributes:
+        input_ids_T: int64.
+        loss_mask_T: bool.
+        lengths: tokens of each document.
+    """
+
+    input_ids_T: Tensor
+    loss_mask_T: Tensor
+    lengths: list[int]
+
+
+class StateSource(Protocol):
+    """The target in another process, where this one only drives it."""
+
+    def packs(
+        self, samples: Dataset, shards: Sequence[Shard], lengths: np.ndarray, header: StoreHeader, folder: Path
+    ) -> Generator[Features, None, None]:
+        """Features of all documents of the shards, in order; no pack reaches over the end of a shard."""
+        ...
+
+    def scratch_bytes(self, header: StoreHeader) -> int:
+        """Room that it takes in the store's folder meanwhile."""
+        ...
+
+
 def extract(
-    target: Target,
+    target: Target | StateSource,
     samples: Dataset,
     folder: Path,
     *,
@@ -60,7 +90,7 @@ def extract(
     """Extracts this rank's shards. `finish_store` completes the store when every rank is done.
 
     Args:
-        target: the frozen target.
+        target: the frozen target, here or in another process.
         samples: columns input_ids and loss_mask.
         folder: the store; the shards that an interrupted extraction left there whole, by their checksums, are kept.
         header: what the store shall hold.
@@ -79,19 +109,31 @@ def extract(
     for shard in shards[rank::world_size]:
         discard_if_damaged(folder, shard)
     missing = [shard for shard in shards if finished_shard(folder, shard) is None]
-    _check_room(folder, header, sum(shard.num_tokens for shard in missing), is_shown=rank == 0)
+    scratch_bytes = 0 if isinstance(target, Target) or not missing else target.scratch_bytes(header)
+    _check_room(folder, header, sum(shard.num_tokens for shard in missing), scratch_bytes, is_shown=rank == 0)
     _mark_folder(folder, header)
     if missing:
         (folder / INDEX_FILE).unlink(missing_ok=True)  # of a store that was whole once: nobody may open it half replaced
     mine = [shard for shard in shards[rank::world_size] if finished_shard(folder, shard) is None]
-    progress = Progress("extract", "tokens", sum(shard.num_tokens for shard in mine), bytes_per_unit=header.bytes_per_token, is_shown=rank == 0)
-    with _ShardWriter(folder, header, samples, max((shard.num_tokens for shard in mine), default=0)) as writer:
+    num_tokens = sum(shard.num_tokens for shard in mine)
+    progress: Progress | None = None
+    if isinstance(target, Target):
+        packs = _target_packs(target, samples, mine, lengths, header)
+    else:
+        packs = target.packs(samples, mine, lengths, header, folder)
+    with closing(packs), _ShardWriter(folder, header, samples, max((shard.num_tokens for shard in mine), default=0)) as writer:
         for shard in mine:
-            for pack in shard_packs(target, samples, shard, lengths, header):
+            remaining = shard.num_tokens
+            while remaining:
+                pack = next(packs)
+                if progress is None:  # the clock starts here: before its first states an engine has to start
+                    progress = Progress("extract", "tokens", num_tokens, bytes_per_unit=header.bytes_per_token, is_shown=rank == 0)
                 writer.add(pack)
+                remaining -= len(pack.input_ids_T)
                 progress.advance(len(pack.input_ids_T))
             writer.finish(shard)
-    progress.close()
+    if progress is not None:
+        progress.close()
 
 
 class _ShardWriter:
@@ -229,6 +271,19 @@ def estimated_bytes(header: StoreHeader, num_tokens: int) -> int:
 
 def shard_packs(target: Target, samples: Dataset, shard: Shard, lengths: np.ndarray, header: StoreHeader) -> Iterator[Features]:
     """Features of a shard's documents on the target's device, a few thousand tokens at a time, without padding."""
+    for pack in document_packs(samples, shard, lengths):
+        yield target.features(pack.input_ids_T, pack.loss_mask_T, pack.lengths, header.aux_layers, header.has_last)
+
+
+def _target_packs(
+    target: Target, samples: Dataset, shards: Sequence[Shard], lengths: np.ndarray, header: StoreHeader
+) -> Generator[Features, None, None]:
+    for shard in shards:
+        yield from shard_packs(target, samples, shard, lengths, header)
+
+
+def document_packs(samples: Dataset, shard: Shard, lengths: np.ndarray) -> Iterator[Pack]:
+    """A shard's documents in order, a few thousand tokens at a time."""
     columns = samples.select_columns(["input_ids", "loss_mask"]).with_format("arrow")
     first = shard.first
     while first < shard.end:
@@ -238,7 +293,7 @@ def shard_packs(target: Target, samples: Dataset, shard: Shard, lengths: np.ndar
             end += 1
         rows = columns[first:end]
         ids_T, mask_T = _joined(rows, "input_ids").to(torch.int64), _joined(rows, "loss_mask").to(torch.bool)
-        yield target.features(ids_T, mask_T, lengths[first:end].tolist(), header.aux_layers, header.has_last)
+        yield Pack(ids_T, mask_T, lengths[first:end].tolist())
         first = end
 
 
@@ -272,14 +327,16 @@ def _mark_folder(folder: Path, header: StoreHeader) -> None:
         partial.replace(path)
 
 
-def _check_room(folder: Path, header: StoreHeader, num_tokens: int, is_shown: bool) -> None:
+def _check_room(folder: Path, header: StoreHeader, num_tokens: int, scratch_bytes: int, is_shown: bool) -> None:
     """Says what will be written, and refuses what does not fit."""
     wanted, free = estimated_bytes(header, num_tokens), shutil.disk_usage(folder).free
-    if wanted > free:
+    if wanted + scratch_bytes > free:
         smaller = "" if header.storage == "int8" else "--features.storage int8, "
+        meanwhile = f", and {scratch_bytes / 1e9:,.1f} GB on their way" if scratch_bytes else ""
         raise ValueError(
-            f"the hidden states take {wanted / 1e9:,.1f} GB ({header.bytes_per_token:,} bytes for each of {num_tokens:,} tokens), but {folder} has "
-            f"{free / 1e9:,.1f} GB free: set {smaller}--features.mode online, point --features.path at a larger disk, or train on fewer conversations"
+            f"the hidden states take {wanted / 1e9:,.1f} GB ({header.bytes_per_token:,} bytes for each of {num_tokens:,} tokens){meanwhile}, but "
+            f"{folder} has {free / 1e9:,.1f} GB free: set {smaller}--features.mode online, point --features.path at a larger disk, or train on "
+            "fewer conversations"
         )
     if num_tokens and is_shown:
         print(

@@ -25,12 +25,16 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
+from data.adapter import ADAPTER_CONFIG, AdapterFiles, has_adapter, read_adapter
+
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _SAVE_AS_SAFETENSORS = "save it as safetensors (AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)) and name that folder"
 _FINAL_NORM = re.compile(r"^(?:.*\.)?(?:model|language_model|transformer)\.norm\.weight$")
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 # Families (of text configs) whose norm multiplies by 1 + weight.
 _OFFSET_NORM_FAMILIES = ("gemma", "gemma2", "gemma3_text", "vaultgemma", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+# What transformers turns back into float weights on any device.
+_READABLE_QUANTISATIONS = ("mxfp4",)
 _SAMPLE_BYTES = 1024
 
 
@@ -42,11 +46,13 @@ class TargetConfig:
         model: a local directory or a Hub id.
         revision: branch, tag or commit of a Hub id.
         dtype: of its weights; "auto" is what its config says.
+        adapter: a LoRA adapter on it, a local directory or a Hub id; the target is then the model that data/merge_adapter.py makes of both.
     """
 
     model: str
     revision: str | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,18 @@ class TargetHeads:
         lm_head_VH: head; the embedding itself where the target ties them.
         norm_H: multiplier of the final norm.
         norm_eps: its epsilon.
+        softcap: where the target's logits are softcap * tanh(logits / softcap), else None.
     """
 
     embed_VH: Tensor
     lm_head_VH: Tensor
     norm_H: Tensor
     norm_eps: float
+    softcap: float | None = None
+
+    def with_embedding(self, embed_VH: Tensor | None) -> TargetHeads:
+        """The same parts with a drafter's own embedding, which vLLM takes where a checkpoint has one; None changes nothing."""
+        return self if embed_VH is None else replace(self, embed_VH=embed_VH.to(self.embed_VH))
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetHeads:
         """The same parts elsewhere; tied parts stay one tensor."""
@@ -73,32 +85,98 @@ class TargetHeads:
         return replace(self, embed_VH=embed_VH, lm_head_VH=lm_head_VH, norm_H=self.norm_H.to(device=device, dtype=dtype))
 
 
+def base_and_adapter(config: TargetConfig) -> tuple[TargetConfig, AdapterFiles | None]:
+    """The base model and the adapter on it, where the target is made of two; an adapter that is named as the model itself names its base.
+
+    Raises:
+        ValueError: if there is no such adapter, or it names no base.
+    """
+    if config.adapter is not None:
+        return replace(config, adapter=None), read_adapter(config.adapter)
+    if not _is_adapter(config):
+        return config, None
+    if config.revision is not None:
+        raise ValueError(
+            f"target.model {config.model!r} is an adapter, and target.revision is its base's: name them apart with "
+            f"--target.model BASE --target.adapter {config.model}"
+        )
+    adapter = read_adapter(config.model)
+    if not adapter.base_model:
+        raise ValueError(f"the adapter {config.model} names no base model: name it with --target.model BASE --target.adapter {config.model}")
+    base = replace(config, model=adapter.base_model, revision=adapter.config.get("revision"))
+    if not Path(base.model).is_dir() and not _is_hub_id(base.model):
+        raise ValueError(
+            f"the adapter {config.model} names {base.model} as its base, which is not here: name it with "
+            f"--target.model BASE --target.adapter {config.model}"
+        )
+    return base, adapter
+
+
+def _is_adapter(config: TargetConfig) -> bool:
+    """Whether the model as it is named is an adapter."""
+    folder = Path(config.model)
+    if folder.is_dir():
+        if not (folder / ADAPTER_CONFIG).is_file():
+            return False
+        if any((folder / name).exists() for name in (_SINGLE_FILE, _INDEX_FILE)):
+            # transformers would load the adapter on its base and leave the model's own weights alone.
+            raise ValueError(
+                f"target.model {config.model!r} holds both a whole model and an adapter ({ADAPTER_CONFIG}): move one of them to another folder"
+            )
+        return True
+    if not _is_hub_id(config.model):
+        return False
+    try:
+        return _file_of(config, "config.json") is None and has_adapter(config.model, config.revision)
+    except OSError:  # no network, or no such repository: said by whoever reads the config
+        return False
+
+
+def _is_hub_id(model: str) -> bool:
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) is not None and not model.startswith(".")
+
+
 def target_hf_config(config: TargetConfig) -> PretrainedConfig:
     """The target's transformers config; of a multimodal model, its text part.
 
     Raises:
         ValueError: if there is no such model, or it is not a decoder.
     """
-    outer = _outer_config(config)
+    base, adapter = base_and_adapter(config)
+    outer = _outer_config(base)
     text = outer.get_text_config()
     if text.dtype is None:
         text.dtype = outer.dtype
+    if adapter is not None and adapter.vocab_size is not None:
+        text.vocab_size = adapter.vocab_size
     return text
 
 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
-    """The target's tokenizer.
+    """The target's tokenizer; of an adapter that brings its own, that one.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if it has none, or one with tokens that the target lacks.
     """
+    base, adapter = base_and_adapter(config)
+    name, revision = base.model, base.revision
+    if adapter is not None and any((adapter.folder / file).is_file() for file in ("tokenizer_config.json", "tokenizer.json")):
+        name, revision = str(adapter.folder), None
     try:
-        return AutoTokenizer.from_pretrained(config.model, revision=config.revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"the tokenizer of target.model {config.model!r} cannot be read: expected tokenizer.json and tokenizer_config.json beside the weights "
+            f"the tokenizer of target.model {name!r} cannot be read: expected tokenizer.json and tokenizer_config.json beside the weights "
             f"({_first_line(error)})"
         ) from error
+    vocab_size = target_hf_config(config).vocab_size
+    strangers = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items() if token_id >= vocab_size)
+    if strangers:
+        raise ValueError(
+            f"the tokenizer of {name} has {len(strangers)} tokens from id {strangers[0][0]} on ({strangers[0][1]!r}), but the target has only "
+            f"{vocab_size}: they were added without resizing its embedding; name the model that was trained with them, or take them out"
+        )
+    return tokenizer
 
 
 def target_fingerprint(config: TargetConfig) -> str:
@@ -109,12 +187,22 @@ def target_fingerprint(config: TargetConfig) -> str:
     Raises:
         ValueError: if there is no such model, or a local one lacks weights in safetensors.
     """
+    base, adapter = base_and_adapter(config)
+    if adapter is not None:
+        folder, name = Path(adapter.name), adapter.name
+        commit = extract_commit_hash(str(adapter.folder / ADAPTER_CONFIG), None) or "main"
+        return f"{target_fingerprint(base)}+{_folder_fingerprint(folder) if folder.is_dir() else f'{name}@{commit}'}"
     folder = Path(config.model)
     if not folder.is_dir():
         _outer_config(config)
         commit = extract_commit_hash(str(_file_of(config, "config.json")), None)
         return f"{config.model}@{commit or config.revision or 'main'}"
     check_target_files(config)
+    return _folder_fingerprint(folder)
+
+
+def _folder_fingerprint(folder: Path) -> str:
+    """The folder's name and a hash over its config, tokenizer, template and weights."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         if path.suffix in {".json", ".jinja", ".model", ".txt"}:
@@ -130,8 +218,9 @@ def check_target_files(config: TargetConfig) -> None:
     Raises:
         ValueError: if there is no such model, or its weights are not whole safetensors files.
     """
-    _outer_config(config)
-    _weight_files(config)
+    base, _ = base_and_adapter(config)
+    _outer_config(base)
+    _weight_files(base)
 
 
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
@@ -139,12 +228,18 @@ def stored_dtype(config: PretrainedConfig) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
 
 
-# Fields by which a model changes its logits after the head; drafters are judged by `lm_head(state)` alone.
-_LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0, "lm_head_multiplier": 1.0}
+# Fields by which a model scales its logits after the head; drafters are judged by `lm_head(state)`, and a softcap of it.
+_LOGIT_CHANGES = {"logits_scaling": 1.0, "logit_scale": 1.0, "lm_head_multiplier": 1.0}
+
+
+def logit_softcap(config: PretrainedConfig) -> float | None:
+    """The c of a target whose logits are c * tanh(logits / c), as Gemma 2's are."""
+    softcap = config.get_text_config().to_dict().get("final_logit_softcapping")
+    return float(softcap) if softcap else None
 
 
 def check_plain_logits(config: PretrainedConfig) -> None:
-    """Raises ValueError for a target whose logits are not simply its head applied to the last state: its distribution would be learned wrongly."""
+    """Raises ValueError for a target whose logits are not its head applied to the last state, softcapped or not: it would be learned wrongly."""
     fields = config.to_dict()
     changed = {name: fields[name] for name, plain in _LOGIT_CHANGES.items() if fields.get(name) not in (None, plain)}
     if changed:
@@ -174,6 +269,11 @@ def load_target_heads(config: TargetConfig, device: torch.device | str, dtype: t
     Raises:
         ValueError: if they are not there under a known name, in a float dtype and in the config's shapes, or the config ties two that differ.
     """
+    if base_and_adapter(config)[1] is not None:
+        raise ValueError(
+            f"{config.adapter or config.model} is an adapter, and embedding and head are those of the merged model: merge it with "
+            "`python -m data.merge_adapter` and name the folder that this writes"
+        )
     outer, text = _outer_config(config), target_hf_config(config)
     if "rms_norm_eps" not in text.to_dict():
         raise ValueError(
@@ -199,7 +299,27 @@ def load_target_heads(config: TargetConfig, device: torch.device | str, dtype: t
     norm_H = _read(files[norm], norm, (text.hidden_size,))
     if text.model_type in _OFFSET_NORM_FAMILIES:
         norm_H = norm_H.float() + 1
-    return TargetHeads(embed_VH, lm_head_VH, norm_H.to(device=device, dtype=dtype), text.rms_norm_eps)
+    return TargetHeads(embed_VH, lm_head_VH, norm_H.to(device=device, dtype=dtype), text.rms_norm_eps, logit_softcap(text))
+
+
+def final_norm_weight(config: TargetConfig) -> Tensor:
+    """[H] the weight of the final norm as it is stored: some families multiply by 1 + weight.
+
+    Raises:
+        ValueError: as `load_target_heads`.
+    """
+    files = {name: path for name, path in _weight_files(config).items() if not _IN_A_LAYER.search(name)}
+    norm = _only(files, lambda name: _FINAL_NORM.match(name) is not None, "model.norm.weight", config)
+    return _read(files[norm], norm, (target_hf_config(config).hidden_size,))
+
+
+def saved_config(config: TargetConfig) -> PretrainedConfig:
+    """The config as it is saved; of a multimodal model, the whole of it.
+
+    Raises:
+        ValueError: if there is no such model, or it is not a decoder.
+    """
+    return _outer_config(config)
 
 
 def _outer_config(config: TargetConfig) -> PretrainedConfig:
@@ -210,7 +330,7 @@ def _outer_config(config: TargetConfig) -> PretrainedConfig:
             raise ValueError(f"target.revision {config.revision!r} has no effect on the local directory {config.model}: leave it out")
         if not (folder / "config.json").exists():
             raise ValueError(f"target.model {config.model!r} is a directory without a config.json: expected a model saved by save_pretrained")
-    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.model) or config.model.startswith("."):
+    elif not _is_hub_id(config.model):
         raise ValueError(f"target.model {config.model!r} does not exist: expected a local directory or a Hub id (owner/name)")
     try:
         outer = AutoConfig.from_pretrained(config.model, revision=config.revision, trust_remote_code=False)
@@ -220,6 +340,12 @@ def _outer_config(config: TargetConfig) -> PretrainedConfig:
         ) from error
     if outer.is_encoder_decoder:
         raise ValueError(f"target.model {config.model!r} ({outer.model_type}) is an encoder-decoder: expected a decoder-only language model")
+    quantised = outer.to_dict().get("quantization_config") or outer.get_text_config().to_dict().get("quantization_config")
+    if quantised and quantised.get("quant_method") not in _READABLE_QUANTISATIONS:
+        raise ValueError(
+            f"target.model {config.model!r} ({outer.model_type}) is quantised ({quantised.get('quant_method')}), expected float weights: name the "
+            "checkpoint that it was made from, and serve the drafter with either; the quantised one accepts somewhat fewer drafts"
+        )
     return outer
 
 

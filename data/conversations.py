@@ -1,8 +1,9 @@
 """Conversations from whatever people have, with a count of everything that is left out.
 
-Place in the flow: data/sources.py `Record` | `Damage` -> `Conversation` -> data/tokenize.py. Two shapes of record are known,
-ShareGPT (`conversations`: `from`/`value`) and OpenAI (`messages`: `role`/`content`), and any mix of their keys. What leaves a
-record out, and what is changed in one that is kept, is listed in data/report.py, one rule each.
+Place in the flow: data/sources.py `Record` | `Damage` -> `Conversation` -> data/tokenize.py. Turns are ShareGPT's (`conversations`:
+`from`/`value`) or OpenAI's (`messages`: `role`/`content`), with any mix of their keys; pairs of prompt and response, and columns with names of
+their own, are the matter of data/columns.py. What leaves a record out, and what is changed in one that is kept, is listed in data/report.py,
+one rule each.
 
 A record without an id that is a string or a whole number is named `<file>:<index>`. An id that comes again with other words is
 kept: held-out splits are by id, so both fall on the same side.
@@ -17,9 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from data.json_records import TURN_LIST_KEYS, Damage, Note, Record
+from data.columns import ID_KEYS, KNOWN_COLUMNS, ColumnConfig
+from data.json_records import Damage, Note, Record
 from data.report import MAX_RECORD_CHARS, DataError, DataReport, printable
-from data.sources import ID_KEYS, read_records
+from data.sources import read_records
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -54,19 +56,25 @@ class LeftOut(Exception):
     """A rule leaves the record out; the argument is the reason, a key of data/report.py `REASONS`."""
 
 
-def read_conversations(source: str, report: DataReport, *, strict: bool = False) -> Iterator[Conversation]:
+def read_conversations(
+    source: str, report: DataReport, *, strict: bool = False, columns: ColumnConfig = KNOWN_COLUMNS, streaming: bool = True
+) -> Iterator[Conversation]:
     """The usable conversations of a source, in its order, read only as far as they are asked for.
 
     Args:
         source: see data/sources.py.
         report: counts every record that is met.
         strict: whether damage to the source is an error instead of a warning.
+        columns: which columns of a record hold the conversation, where their names are not the usual ones.
+        streaming: see data/sources.py.
 
     Raises:
-        DataError: if the source does not exist or cannot be read at all, or under `strict` if it is damaged.
+        DataError: if the source does not exist or cannot be read at all, or under `strict` if it is damaged; if no record of it has columns that
+            fit.
     """
     report.sources.append(printable(source))
-    for event in read_records(source):
+    found = _Found(printable(source), columns, report)
+    for event in read_records(source, columns, streaming):
         if isinstance(event, Damage):
             _count_damage(event, report, strict)
             continue
@@ -74,9 +82,9 @@ def read_conversations(source: str, report: DataReport, *, strict: bool = False)
             report.warn(event.message)
             continue
         report.num_read += 1
-        record_id = _record_id(event)
+        record_id = _record_id(event, columns)
         try:
-            conversation, changes = _conversation(event.value, record_id)
+            conversation, changes = _conversation(event.value, record_id, found)
             if (fingerprint := _fingerprint(conversation)) in report.fingerprints:
                 raise LeftOut("duplicate")
         except LeftOut as left_out:
@@ -87,7 +95,38 @@ def read_conversations(source: str, report: DataReport, *, strict: bool = False)
             report.change(change, record_id)
         report.num_kept += 1
         yield conversation
+    found.check()
     report.check()
+
+
+class _Found:
+    """Which columns the records of one source were read from."""
+
+    def __init__(self, source: str, columns: ColumnConfig, report: DataReport) -> None:
+        self.columns = columns
+        self._source, self._report = source, report
+        self._counts: dict[str, int] = {}
+        self._unfit: list[str] | None = None
+        self._is_fallback_said = not columns.names_a_layout
+
+    def turns(self, record: dict[str, Any]) -> Any:
+        """The turns as the record holds them; None where no column fits."""
+        layout = self.columns.find(record)
+        if layout is None:
+            self._unfit = self._unfit or list(record)
+            return None
+        if not layout.is_named and not self._is_fallback_said:
+            self._is_fallback_said = True
+            self._report.warn(f"{self._source} has none of the columns that data.columns names: it is read by {layout.names}")
+        self._report.named_columns_used |= layout.is_named
+        self._counts = self._report.columns.setdefault(self._source, self._counts)
+        self._counts[layout.names] = self._counts.get(layout.names, 0) + 1
+        return layout.turns
+
+    def check(self) -> None:
+        """Raises DataError where no record at all has columns that fit."""
+        if self._unfit is not None and not self._counts:
+            raise DataError(self.columns.refusal(self._unfit, self._source))
 
 
 def read_opening(value: Any) -> tuple[Turn, ...]:
@@ -98,7 +137,7 @@ def read_opening(value: Any) -> tuple[Turn, ...]:
     Raises:
         LeftOut: with the reason of the first rule that leaves it out; what comes after the first answer breaks none but those of a turn.
     """
-    turns = _checked_turns(value)
+    turns = _checked_turns(value, _Found("", KNOWN_COLUMNS, DataReport()))
     first_user = next((index for index, (role, _) in enumerate(turns) if role == "user"), len(turns))
     system = [turn for turn in turns[:first_user] if turn[0] == "system" and turn[1]]
     question = list(itertools.takewhile(lambda turn: turn[0] == "user", turns[first_user:]))
@@ -119,22 +158,22 @@ def _count_damage(damage: Damage, report: DataReport, strict: bool) -> None:
         report.warn(damage.message)
 
 
-def _record_id(record: Record) -> str:
+def _record_id(record: Record, columns: ColumnConfig) -> str:
     if isinstance(record.value, dict):
-        for key in ID_KEYS:
+        for key in ID_KEYS if columns.id is None else (columns.id, *ID_KEYS):
             value = record.value.get(key)
             if (isinstance(value, str) and value.strip()) or (isinstance(value, int) and not isinstance(value, bool)):
                 return printable(str(value).strip()[:_MAX_ID_CHARS])
     return record.name
 
 
-def _conversation(value: Any, record_id: str) -> tuple[Conversation, list[str]]:
+def _conversation(value: Any, record_id: str, found: _Found) -> tuple[Conversation, list[str]]:
     """A record's conversation and the changes made to it.
 
     Raises:
         LeftOut: with the reason of the first rule that leaves it out.
     """
-    turns = _checked_turns(value)
+    turns = _checked_turns(value, found)
     changes: list[str] = []
     first_user = next((index for index, (role, _) in enumerate(turns) if role == "user"), len(turns))
     head, body = turns[:first_user], turns[first_user:]
@@ -156,8 +195,8 @@ def _conversation(value: Any, record_id: str) -> tuple[Conversation, list[str]]:
     return Conversation(record_id, tuple(Turn(role, text) for role, text in joined)), changes  # type: ignore[arg-type]
 
 
-def _checked_turns(value: Any) -> list[tuple[Role, str]]:
-    turns = [_turn(turn) for turn in _turn_list(value)]
+def _checked_turns(value: Any, found: _Found) -> list[tuple[Role, str]]:
+    turns = [_turn(turn) for turn in _turn_list(value, found)]
     if sum(len(text) for _, text in turns) > MAX_RECORD_CHARS:
         raise LeftOut("over_long")
     if any(role == "tool" for role, _ in turns):
@@ -170,10 +209,10 @@ def _note(changes: list[str], change: str, happened: bool) -> None:
         changes.append(change)
 
 
-def _turn_list(value: Any) -> list[Any]:
+def _turn_list(value: Any, found: _Found) -> list[Any]:
     if not isinstance(value, dict):
         raise LeftOut("not_an_object")
-    turns = next((value[key] for key in TURN_LIST_KEYS if value.get(key) is not None), None)
+    turns = found.turns(value)
     if isinstance(turns, str):  # a text column of a Parquet file
         try:
             turns = json.loads(turns)
@@ -188,7 +227,7 @@ def _turn_list(value: Any) -> list[Any]:
         raise LeftOut("no_turn_list")
     if not turns:
         raise LeftOut("empty")
-    return turns
+    return found.columns.read_turns(value, turns)
 
 
 def _turn(value: Any) -> tuple[Role, str]:

@@ -3,7 +3,7 @@
 Place in the flow: file or gunzipped bytes -> `Record` | `Damage` -> data/conversations.py. Three layouts are told apart by
 content, not by name: an array of records, records one after the other (each over as many lines as it likes), and JSON Lines. What
 is not valid JSON becomes a `Damage`, never an exception, and reading goes on at the next whole record: in JSON Lines the next
-line; elsewhere the next object that parses and holds a list of turns.
+line; elsewhere the next object that parses and can hold a conversation.
 
 The standard library's scanner is used rather than an event parser because it can start again anywhere and knows where it stands.
 """
@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from data.columns import KNOWN_COLUMNS, ColumnConfig
 from data.report import DataError
-
-TURN_LIST_KEYS = ("conversations", "messages", "conversation")
 
 _MAX_JSON_CHARS = 64 * 2**20  # the text of one record is never longer in memory
 _PROBE_LINES = 100
@@ -128,18 +127,19 @@ class TextReader:
             raise DataError(f"{self._where} looks like {self._encoding} but does not decode: {error.reason}") from error
 
 
-def read_json_records(chunks: Iterator[bytes], where: str) -> Iterator[Record | Damage]:
+def read_json_records(chunks: Iterator[bytes], where: str, columns: ColumnConfig = KNOWN_COLUMNS) -> Iterator[Record | Damage]:
     """All records of a JSON, JSON Lines or concatenated-JSON stream.
 
     Args:
         chunks: the bytes, in pieces of any size.
         where: the file's name for ids and messages.
+        columns: what a record looks like; needed where reading begins again behind something broken.
 
     Raises:
         DataError: if there is nothing in it, or nothing that looks like JSON.
     """
     reader = TextReader(chunks, where)
-    layout = _layout(reader)
+    layout = _layout(reader, columns)
     if layout is None:
         if reader.is_at_end and not reader.window.strip():
             raise DataError(f"{where} is empty: expected JSON or JSON Lines with `conversations` or `messages`")
@@ -147,10 +147,10 @@ def read_json_records(chunks: Iterator[bytes], where: str) -> Iterator[Record | 
             f"{where} is not in a format that can be read: it begins with {reader.window[:24]!r}; "
             "expected a JSON array, JSON Lines, gzip of either, Parquet, or a folder written by datasets.save_to_disk"
         )
-    yield from _lines(reader, where) if layout == "lines" else _values(reader, where)
+    yield from _lines(reader, where) if layout == "lines" else _values(reader, where, columns)
 
 
-def _layout(reader: TextReader) -> Literal["values", "lines"] | None:
+def _layout(reader: TextReader, columns: ColumnConfig) -> Literal["values", "lines"] | None:
     """How the stream lays out its records; None where none of its beginning is JSON."""
     if not reader.skip_separators():
         return None
@@ -166,12 +166,12 @@ def _layout(reader: TextReader) -> Literal["values", "lines"] | None:
     if any(isinstance(_parse_line(line)[0], dict) for line in lines):
         return "lines"
     is_cut_off = window[start] == "{" and not end and not problem
-    if is_cut_off or _find_record(window, start + 1) is not None:
+    if is_cut_off or _find_record(window, start + 1, columns) is not None:
         return "values"
     return "lines" if window[start] == "{" else None
 
 
-def _values(reader: TextReader, where: str) -> Iterator[Record | Damage]:
+def _values(reader: TextReader, where: str, columns: ColumnConfig = KNOWN_COLUMNS) -> Iterator[Record | Damage]:
     """Records of an array, or records one after the other."""
     is_in_array = False
     index = 0
@@ -186,7 +186,7 @@ def _values(reader: TextReader, where: str) -> Iterator[Record | Damage]:
             reader.position = end
             yield Record(value, f"{where}:{index}")
         else:
-            damage = _skip_to_next_record(reader, where, f"{where}:{index}", problem)
+            damage = _skip_to_next_record(reader, where, f"{where}:{index}", problem, columns)
             yield damage
             if damage.reason == "cut_off":
                 return
@@ -197,12 +197,12 @@ def _values(reader: TextReader, where: str) -> Iterator[Record | Damage]:
         yield Damage(None, where, message)
 
 
-def _skip_to_next_record(reader: TextReader, where: str, name: str, problem: str) -> Damage:
+def _skip_to_next_record(reader: TextReader, where: str, name: str, problem: str, columns: ColumnConfig) -> Damage:
     """Moves past an unreadable value and says what was skipped."""
     begin = reader.byte_offset(reader.position)
     is_cut = problem == "" and reader.is_at_end
     reader.position += 1
-    while (found := _find_record(reader.window, reader.position)) is None and not reader.is_at_end:
+    while (found := _find_record(reader.window, reader.position, columns)) is None and not reader.is_at_end:
         # Keep from the last brace on: the record may begin there and go on beyond the window.
         last = reader.window.rfind("{", reader.position)
         if last < 0 or len(reader.window) - reader.position > _MAX_JSON_CHARS:
@@ -217,8 +217,8 @@ def _skip_to_next_record(reader: TextReader, where: str, name: str, problem: str
     return Damage("malformed_json", name, message)
 
 
-def _find_record(text: str, start: int) -> int | None:
-    """Position of the first object at or after `start` that parses and holds a list of turns."""
+def _find_record(text: str, start: int, columns: ColumnConfig) -> int | None:
+    """Position of the first object at or after `start` that parses and can hold a conversation."""
     position = text.find("{", start)
     while position >= 0:
         end = position + 1
@@ -226,7 +226,7 @@ def _find_record(text: str, start: int) -> int | None:
             value, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError):
             value = None
-        if isinstance(value, dict) and any(key in value for key in TURN_LIST_KEYS):
+        if isinstance(value, dict) and columns.fits(value):
             return position
         position = text.find("{", end)
     return None

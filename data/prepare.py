@@ -29,7 +29,9 @@ from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import ChatTokenizer
+from data.columns import ColumnConfig
 from data.conversations import Conversation, read_conversations
+from data.description import describe
 from data.report import DataError, DataReport, SplitStatistics, TokenStatistics
 from data.workers import SCHEMA, TokenizedBatch, Workers, tokenize_batch
 
@@ -58,6 +60,8 @@ class DataConfig:
         seed: of the choice of held-out conversations.
         strict: whether a damaged source is an error instead of a warning.
         num_workers: processes that tokenise.
+        columns: which columns of the sources hold the conversation, where their names are not the usual ones.
+        streaming: whether a Hub dataset is read as it comes; otherwise it is downloaded into the Hub client's cache first.
     """
 
     sources: tuple[str, ...]
@@ -68,6 +72,8 @@ class DataConfig:
     seed: int = 0
     strict: bool = False
     num_workers: int = field(default_factory=_default_workers)
+    columns: ColumnConfig = field(default_factory=ColumnConfig)
+    streaming: bool = True
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -106,6 +112,8 @@ def prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, output_dir: 
         splits = _split(samples, config)
         report.tokens = _statistics(splits, lengths, config)
         report.check()
+        for split in splits.values():
+            split.info.description = describe(report, tokenizer, config.max_length, config.num_heldout, config.seed)
         # Counted here because `datasets` writes an empty split to no file at all and then cannot load it.
         num_shards = {name: 1 + 4 * split.num_tokens // _SHARD_BYTES for name, split in report.tokens.splits.items()}
         splits.save_to_disk(str(temporary / "splits"), num_shards=num_shards)
@@ -145,7 +153,9 @@ def group_of(conversation_id: str, group_parts: bool = True) -> str:
 
 def _write_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: DataReport, path: Path) -> list[int]:
     """Writes every sample to an Arrow stream; returns their lengths before truncation."""
-    read = itertools.chain.from_iterable(read_conversations(source, report, strict=config.strict) for source in config.sources)
+    read = itertools.chain.from_iterable(
+        read_conversations(source, report, strict=config.strict, columns=config.columns, streaming=config.streaming) for source in config.sources
+    )
     conversations = itertools.islice(read, config.max_conversations)
     lengths: list[int] = []
     first_error: dict[str, str] = {}
@@ -164,6 +174,7 @@ def _write_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, repor
                 last_said = time.monotonic()
                 print(f"{report.num_read:,} records read, {len(lengths):,} samples written", flush=True)
     report.check()
+    config.columns.require_use(report.named_columns_used, report.columns)
     if not lengths:
         raise DataError(
             f"no conversation can be used: {report.summary()}" + "".join(f"; {message}" for message in first_error.values())

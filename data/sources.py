@@ -6,62 +6,77 @@ content, so a wrong or missing suffix does no harm. Sources:
     PATH                 a JSON array, JSON Lines or Parquet file, or gzip of the first two
     FOLDER               every such file in it, in the order of their names
     FOLDER[:SPLIT]       what `datasets.save_to_disk` wrote; SPLIT is "train" unless named
-    package:NAME         the data files of an installed Python package
-    OWNER/NAME[:SPLIT]   a dataset of the Hugging Face Hub, streamed
+    FOLDER[/CONFIG][:SPLIT]                     a folder laid out like a dataset of the Hub
+    package:NAME                                the data files of an installed Python package
+    OWNER/NAME[/CONFIG][:SPLIT][@REVISION]      a dataset of the Hugging Face Hub; REVISION is a branch, tag or commit
+
+Which columns of a record hold the conversation is the matter of data/columns.py.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import itertools
-import json
 import os
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.json_records import TURN_LIST_KEYS, Damage, Note, Record, read_json_records
+from data.columns import KNOWN_COLUMNS, ColumnConfig
+from data.dataset_source import (
+    ARROW_ERRORS,
+    BATCH_ROWS,
+    is_repository,
+    is_saved_dataset,
+    one_line,
+    parse_hub_name,
+    read_hub,
+    read_repository,
+    read_saved_dataset,
+)
+from data.json_records import Damage, Note, Record, read_json_records
 from data.report import DataError, printable
-
-ID_KEYS = ("id", "conversation_id", "uuid", "prompt_id")
 
 _CHUNK_BYTES = 2**20
 _GZIP_CHUNK_BYTES = 2**16
-_BATCH_ROWS = 256
 _SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".gz")
-_DATASET_FILES = ("dataset_dict.json", "state.json")
 _NOT_RECORDS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "package.json"}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.]+)?")
 _GZIP = b"\x1f\x8b"
 _FOREIGN = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"ARROW1": "an Arrow file"}
 
 
-def read_records(source: str) -> Iterator[Record | Damage | Note]:
+def read_records(source: str, columns: ColumnConfig = KNOWN_COLUMNS, streaming: bool = True) -> Iterator[Record | Damage | Note]:
     """Every record of a source, in order.
+
+    Args:
+        source: see above.
+        columns: which columns of a table are read; the keys of JSON records are looked at by data/conversations.py.
+        streaming: whether a dataset of the Hub is read as it comes, instead of being downloaded into the Hub client's cache first.
 
     Raises:
         DataError: if the source does not exist or cannot be read at all.
     """
     if source.startswith("package:"):
         files = _package_files(source.removeprefix("package:"))
-        return (event for path, name in files for event in _read_file(path, name))
+        return (event for path, name in files for event in _read_file(path, name, columns))
     path = os.path.expanduser(source)
     folder, _, split = path.rpartition(":")
     if os.path.isdir(path):
-        return _read_folder(Path(path))
+        return _read_folder(Path(path), columns)
     if os.path.isfile(path):
-        return _read_file(Path(path), Path(path).name)
+        return _read_file(Path(path), Path(path).name, columns)
     if os.path.isdir(folder):
-        return _read_saved_dataset(Path(folder), split)
+        return _read_split(Path(folder), split, columns)
     if os.path.exists(path):
         raise DataError(f"{source} is neither a file nor a folder")
-    if _HUB_ID.fullmatch(source) and not source.endswith(_SUFFIXES):
-        return _read_hub(source)
+    parent, config = os.path.split(folder or path)
+    if parent and (Path(parent) / "README.md").is_file() and is_repository(Path(parent)):
+        return read_repository(Path(parent), config, split if folder else "", columns)
+    if parse_hub_name(source) is not None and not source.endswith(_SUFFIXES):
+        return read_hub(source, columns, streaming)
     raise DataError(
         f"there is no file or folder {source!r}, and it is neither the id of a Hub dataset (OWNER/NAME) nor package:NAME"
     )
@@ -70,7 +85,7 @@ def read_records(source: str) -> Iterator[Record | Damage | Note]:
 # --- files --------------------------------------------------------------------------------------------------------------
 
 
-def _read_file(path: Path, name: str) -> Iterator[Record | Damage]:
+def _read_file(path: Path, name: str, columns: ColumnConfig) -> Iterator[Record | Damage]:
     """Records of one file, by what its first bytes say it is."""
     name = printable(name)
     try:
@@ -81,19 +96,19 @@ def _read_file(path: Path, name: str) -> Iterator[Record | Damage]:
     if not head:
         raise DataError(f"{name} is empty: expected JSON, JSON Lines, gzip of either, or Parquet")
     if head.startswith(b"PAR1"):
-        yield from _read_parquet(path, name)
+        yield from _read_parquet(path, name, columns)
     elif head.startswith(_GZIP):
         gunzip = _Gunzip(_file_chunks(path, name, _GZIP_CHUNK_BYTES))
         chunks = iter(gunzip)
         if not (begin := next(chunks, b"")):
             raise DataError(f"{name} holds no data: {gunzip.problem or 'it decompresses to nothing'}")
         _refuse_foreign(begin, f"the content of {name}")
-        yield from read_json_records(itertools.chain([begin], chunks), name)
+        yield from read_json_records(itertools.chain([begin], chunks), name, columns)
         if gunzip.problem:
             yield Damage(None, name, f"{name}: {gunzip.problem}, after {gunzip.num_bytes} decompressed bytes")
     else:
         _refuse_foreign(head, name)
-        yield from read_json_records(_file_chunks(path, name, _CHUNK_BYTES), name)
+        yield from read_json_records(_file_chunks(path, name, _CHUNK_BYTES), name, columns)
 
 
 def _refuse_foreign(head: bytes, what: str) -> None:
@@ -183,35 +198,32 @@ def _up_to_error(member: Any, chunk: bytes, num_done: int) -> bytes:
     return bytes(output[num_done:])
 
 
-# --- Parquet and Arrow --------------------------------------------------------------------------------------------------
+# --- Parquet ------------------------------------------------------------------------------------------------------------
 
-_ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError)
-
-
-def _read_parquet(path: Path, name: str) -> Iterator[Record | Damage]:
+def _read_parquet(path: Path, name: str, columns: ColumnConfig) -> Iterator[Record | Damage]:
     """Rows of a Parquet file, row group by row group; a damaged group loses its own remaining rows only."""
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
-        columns = _wanted_columns(file.schema_arrow.names, name)
+        wanted = columns.wanted(file.schema_arrow.names, name)
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         if min(sizes, default=0) < 0:
             raise DataError(f"{name} is a damaged Parquet file: a row group says that it has {min(sizes)} rows")
     except DataError:
         raise
-    except _ARROW_ERRORS as error:
-        raise DataError(f"{name} is a damaged Parquet file: {_one_line(error)}") from error
+    except ARROW_ERRORS as error:
+        raise DataError(f"{name} is a damaged Parquet file: {one_line(error)}") from error
     start = 0
     for group, size in enumerate(sizes):
         done = 0
         try:
-            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=wanted):
                 batch.validate(full=True)
                 for row in batch.to_pylist():
                     yield Record(row, f"{name}:{start + done}")
                     done += 1
-        except _ARROW_ERRORS as error:
+        except ARROW_ERRORS as error:
             rows = f"rows {start + done} to {start + size - 1}"
-            message = f"{name}: {rows} cannot be read, row group {group} is damaged: {_one_line(error)}"
+            message = f"{name}: {rows} cannot be read, row group {group} is damaged: {one_line(error)}"
             yield Damage("unreadable_row", f"{name}:{start + done}", message, count=size - done)
         else:
             if done != size:
@@ -221,62 +233,18 @@ def _read_parquet(path: Path, name: str) -> Iterator[Record | Damage]:
         start += size
 
 
-def _read_saved_dataset(folder: Path, split: str) -> Iterator[Record | Damage | Note]:
-    """Rows of one split of what `datasets.save_to_disk` wrote."""
-    from datasets import Dataset
-
-    name = printable(folder.name)
-    try:
-        splits = (
-            json.loads((folder / "dataset_dict.json").read_text())["splits"] if (folder / "dataset_dict.json").is_file() else []
-        )
-        wanted = split or ("train" if splits else "")
-        if splits and wanted not in splits:
-            raise DataError(f"{folder} has the splits {', '.join(map(str, splits))}, not {wanted!r}: name one as {folder}:SPLIT")
-        if wanted and not splits:
-            raise DataError(f"{folder} holds one dataset without splits, but the source asks for the split {wanted!r}")
-        # Only this split: `datasets` fails to load a set of which another split is empty.
-        loaded = Dataset.load_from_disk(str(folder / wanted))
-    except DataError:
-        raise
-    except Exception as error:
-        # `datasets` raises whatever its JSON, Arrow and file layers raise.
-        raise DataError(f"{folder} cannot be read as a saved dataset: {_one_line(error)}") from error
-    if not split and (unread := [str(other) for other in splits if other != wanted]):
-        yield Note(f"{folder}: only the split `train` is read, not {', '.join(unread)}; name another as {folder}:SPLIT")
-    columns = _wanted_columns(loaded.column_names, name)
-    yield from _read_arrow(loaded.select_columns(columns).with_format("arrow"), name)
+# --- folders and packages -------------------------------------------------------------------------------------------------
 
 
-def _read_arrow(dataset: Any, name: str) -> Iterator[Record | Damage]:
-    start = 0
-    num_rows = len(dataset)
-    while start < num_rows:
-        size = min(_BATCH_ROWS, num_rows - start)
-        try:
-            table = dataset[start : start + size]
-            table.validate(full=True)  # offsets of a damaged file would otherwise be followed out of the mapped memory
-            rows = table.to_pylist()
-        except _ARROW_ERRORS as error:
-            message = f"{name}: rows {start} to {start + size - 1} cannot be read: {_one_line(error)}"
-            yield Damage("unreadable_row", f"{name}:{start}", message, count=size)
-        else:
-            yield from (Record(row, f"{name}:{start + offset}") for offset, row in enumerate(rows))
-        start += size
+def _read_split(folder: Path, split: str, columns: ColumnConfig) -> Iterator[Record | Damage | Note]:
+    if is_saved_dataset(folder):
+        return read_saved_dataset(folder, split, columns)
+    return read_repository(folder, None, split, columns)
 
 
-def _wanted_columns(columns: list[str], name: str) -> list[str]:
-    if not set(columns) & set(TURN_LIST_KEYS):
-        raise DataError(f"{name} has the columns {', '.join(columns) or '(none)'}; expected one of {', '.join(TURN_LIST_KEYS)}")
-    return [column for column in columns if column in TURN_LIST_KEYS + ID_KEYS]
-
-
-# --- folders, packages, Hub -----------------------------------------------------------------------------------------------
-
-
-def _read_folder(folder: Path) -> Iterator[Record | Damage | Note]:
-    if any((folder / file).is_file() for file in _DATASET_FILES):
-        return _read_saved_dataset(folder, "")
+def _read_folder(folder: Path, columns: ColumnConfig) -> Iterator[Record | Damage | Note]:
+    if is_saved_dataset(folder) or is_repository(folder):
+        return _read_split(folder, "", columns)
     paths = sorted(path for path in folder.rglob("*") if path.name.endswith(_SUFFIXES) and path.name not in _NOT_RECORDS)
     named = [(path, path.relative_to(folder).as_posix()) for path in paths]
     files = [(path, name) for path, name in named if path.is_file() and "/." not in f"/{name}"]  # not .cache, .git
@@ -284,7 +252,7 @@ def _read_folder(folder: Path) -> Iterator[Record | Damage | Note]:
         raise DataError(
             f"{folder} holds no file that ends in {', '.join(_SUFFIXES)}, and was not written by datasets.save_to_disk"
         )
-    return (event for path, name in files for event in _read_file(path, name))
+    return (event for path, name in files for event in _read_file(path, name, columns))
 
 
 def _package_files(package: str) -> list[tuple[Path, str]]:
@@ -298,35 +266,3 @@ def _package_files(package: str) -> list[tuple[Path, str]]:
     if not found:
         raise DataError(f"package {package!r} is installed but carries no file that ends in {', '.join(_SUFFIXES)}")
     return found
-
-
-def _read_hub(source: str) -> Iterator[Record | Damage]:
-    from datasets import load_dataset
-
-    dataset_id, _, split = source.partition(":")
-    try:
-        dataset = load_dataset(dataset_id, split=split or "train", streaming=True)
-        if dataset.column_names:
-            dataset = dataset.select_columns(_wanted_columns(dataset.column_names, dataset_id))
-    except DataError:
-        raise
-    except Exception as error:
-        # The Hub client raises what its HTTP, file and builder layers raise.
-        message = f"no file or folder is named {source!r}, and the Hub gave no dataset of that id: {_one_line(error)}"
-        raise DataError(message) from error
-    index = 0
-    rows = iter(dataset)
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise DataError(f"the Hub stopped giving {source} after {index} records: {_one_line(error)}") from error
-        yield Record(row, f"{dataset_id}:{index}")
-        index += 1
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -1,6 +1,6 @@
 """Tokenises one conversation, and shows what the loss mask covers.
 
-    python -m data.tokenize --show 3 [--source SOURCE] [--tokenizer FOLDER_OR_HUB_ID]
+    python -m data.tokenize --show 3 [--source SOURCE] [--tokenizer FOLDER_OR_HUB_ID] [--columns.turns NAME ...]
 
 prints conversations as the target sees them, the supervised tokens in colour. How the mask is found is said in data/chat.py.
 """
@@ -16,6 +16,7 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.chat import ChatTokenizer, SampleError, TokenizedSample, mask_runs
+from data.columns import KNOWN_COLUMNS, ColumnConfig
 from data.conversations import Conversation, read_conversations
 from data.report import DataError, DataReport
 
@@ -41,6 +42,7 @@ def show(
     tokenizer: str = _QUICKSTART_TARGET,
     max_length: int = 2048,
     strict: bool = False,
+    columns: ColumnConfig = KNOWN_COLUMNS,
 ) -> None:
     """Prints conversations as the target sees them, the supervised tokens in colour.
 
@@ -50,6 +52,7 @@ def show(
         tokenizer: folder or Hub id; the quickstart's target unless named.
         max_length: most tokens of a conversation.
         strict: whether a damaged source is an error.
+        columns: which columns of the source hold the conversation, where their names are not the usual ones.
 
     Raises:
         ValueError: if the source or the tokenizer cannot be read.
@@ -58,7 +61,7 @@ def show(
     console = Console()
     report = DataReport()
     num_shown = 0
-    conversations = read_conversations(source, report, strict=strict)
+    conversations = read_conversations(source, report, strict=strict, columns=columns)
     while num_shown < show and (conversation := next(conversations, None)) is not None:
         (sample,) = chat.tokenize([conversation], max_length)
         if isinstance(sample, SampleError):

@@ -190,7 +190,7 @@ def test_a_hub_dataset_is_streamed_and_ends_with_an_error_when_the_connection_do
             yield ROWS[0]
             raise ConnectionError("gone")
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: Stream())
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: Stream())
     report = DataReport()
     stream = read_conversations("someone/chats", report)
     assert next(stream) == EXPECTED[0]
@@ -452,7 +452,7 @@ def test_a_file_that_is_no_format_is_one_clear_error(content: bytes, message: st
     assert "\n" not in str(raised.value) and "x.json" in str(raised.value)
 
 
-@pytest.mark.parametrize("source", ["nowhere.json", "./nowhere", "a/b/c", "", "bad\0name", "/dev/null", "x" * 5000, "package:"])
+@pytest.mark.parametrize("source", ["nowhere.json", "./nowhere", "a/b/c/d", "", "bad\0name", "/dev/null", "x" * 5000, "package:"])
 def test_a_source_that_is_not_there_is_one_clear_error(source: str) -> None:
     with pytest.raises(DataError):
         read(source)

@@ -262,7 +262,10 @@ def _even_lengths(num_tokens: int, num_documents: int) -> np.ndarray:
 def _sampled_lengths(config: RunConfig, chat: ChatTokenizer) -> np.ndarray:
     """Lengths of a sample of the source, repeated for all of it."""
     is_regenerated = config.answers.source == "target"
-    conversations = (item for source in config.data.sources for item in read_conversations(source, DataReport()))
+    columns, streaming = config.data.columns, config.data.streaming
+    conversations = (
+        item for source in config.data.sources for item in read_conversations(source, DataReport(), columns=columns, streaming=streaming)
+    )
     results = chat.tokenize(list(itertools.islice(conversations, _SAMPLE_CONVERSATIONS)), config.data.max_length)
     samples = [result for result in results if not isinstance(result, SampleError)]
     limit = config.data.max_conversations

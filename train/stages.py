@@ -90,8 +90,8 @@ class StageRecords:
 def source_identity(source: str, installed_version: Callable[[str], str]) -> dict[str, Any]:
     """What tells one state of a data source (data/sources.py) from another.
 
-    Size and time of local files, of `FOLDER:SPLIT` too; the version of a package; of a Hub dataset only its id, so a new revision there goes
-    unnoticed.
+    Size and time of local files, of `FOLDER:SPLIT` and `FOLDER/CONFIG` too; the version of a package; of a Hub dataset only its name in the source,
+    so that a new commit goes unnoticed unless the name says `@REVISION`.
 
     Raises:
         ValueError: if a package is not installed.
@@ -105,6 +105,8 @@ def source_identity(source: str, installed_version: Callable[[str], str]) -> dic
     path = Path(os.path.expanduser(source))
     if not path.exists():
         path = path.with_name(path.name.rpartition(":")[0] or path.name)
+    if not path.exists() and path.parent != Path() and (path.parent / "README.md").is_file():  # FOLDER/CONFIG
+        path = path.parent
     if not path.exists():
         return {"source": source}
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]

@@ -32,6 +32,8 @@ def run_slurm_script(checkout: Path, arguments: list[str]) -> subprocess.Complet
     """Runs the job script as Slurm would on its first node, with stand-ins for Slurm's own commands."""
     tools = checkout / "tools"
     tools.mkdir()
+    (checkout / "launch").mkdir()
+    (checkout / "launch" / "train_medusa1.py").touch()
     commands = {"scontrol": r"printf 'gpu-7\ngpu-9\n'", "srun": 'printf "%s\\n" "$@"'}
     for name, body in commands.items():
         (tools / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -50,7 +52,7 @@ def run_slurm_script(checkout: Path, arguments: list[str]) -> subprocess.Complet
 def test_slurm_script_starts_one_launcher_on_each_node(tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "torchrun").touch(mode=0o755)
-    finished = run_slurm_script(tmp_path, ["--name", "two words"])
+    finished = run_slurm_script(tmp_path, ["launch/train_medusa1.py", "--name", "two words"])
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines() == [
         "--kill-on-bad-exit=1",
@@ -65,7 +67,7 @@ def test_slurm_script_starts_one_launcher_on_each_node(tmp_path):
         "c10d",
         "--rdzv-endpoint",
         "gpu-7:23456",
-        "launch/train_eagle3.py",
+        "launch/train_medusa1.py",
         "--name",
         "two words",
     ]
@@ -75,3 +77,31 @@ def test_slurm_script_without_an_environment_says_how_to_make_it(tmp_path):
     finished = run_slurm_script(tmp_path, [])
     assert finished.returncode == 2
     assert "make setup TORCH_BUILD=cuda" in finished.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--name", "my-run"], ["launch/train_medusa7.py"]])
+def test_slurm_script_without_a_recipe_says_how_to_name_one(tmp_path, arguments):
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "torchrun").touch(mode=0o755)
+    finished = run_slurm_script(tmp_path, arguments)
+    assert finished.returncode == 2
+    assert f"the first argument is '{arguments[0] if arguments else ''}', expected a script of launch/ or recipes/" in finished.stderr
+
+
+def test_accelerate_reads_its_file_as_four_gpus_of_one_machine():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(LAUNCH / "accelerate.yaml"))
+    assert (config.num_machines, config.num_processes, str(config.distributed_type), config.mixed_precision) == (
+        1,
+        4,
+        "DistributedType.MULTI_GPU",
+        "no",
+    )
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "hostfile.example", "accelerate.yaml"])
+def test_each_example_says_what_to_type_for_each_algorithm(name):
+    text = (LAUNCH / name).read_text()
+    folder = "recipes/" if name == "accelerate.yaml" else "launch/train_"
+    assert [algorithm for algorithm in ("eagle1", "eagle3", "medusa1", "medusa2") if f"{folder}{algorithm}.py" not in text] == []

@@ -27,6 +27,7 @@ from checkpoints.resume import load_optimizer, save_optimizer
 from data.batch import DrafterBatch
 from data.loader import check_divisible
 from train.drafters.base import Drafter
+from train.launcher import check_launcher
 from train.optim import OptimConfig, build_optimizer, set_rates
 
 Precision = Literal["fp32", "bf16"]
@@ -214,7 +215,8 @@ class TorchEngine:
 
 
 def check_launch(packs_per_step: int, deepspeed_config: Path | None) -> None:
-    """Raises ValueError where the ranks of this launch cannot share the packs of a step, or the ZeRO file is wrong: before any work is done."""
+    """Raises ValueError, before any work is done, where the launch, its number of ranks or the ZeRO file cannot serve."""
+    check_launcher(os.environ)
     check_divisible(packs_per_step, int(os.environ.get("WORLD_SIZE", 1)))
     if deepspeed_config is not None:
         read_deepspeed_config(deepspeed_config)

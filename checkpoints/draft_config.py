@@ -63,12 +63,12 @@ def draft_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
     parameters = dict(parameters.get("full_attention") or parameters)
     if parameters.get("rope_theta") is None or "mrope_section" in parameters:
         raise ValueError(
-            f"the target ({text.model_type}) has rope_parameters {parameters}, expected a rope_theta and no sections: EAGLE heads for such a target are "
-            "not supported; Medusa heads (recipes/medusa1.py) need no rotation"
+            f"the target ({text.model_type}) has rope_parameters {parameters}, expected a rope_theta and no sections: EAGLE heads for such a target "
+            "are not supported; Medusa heads (recipes/medusa1.py) need no rotation"
         )
     if parameters.get("rope_type", "default") not in FIXED_ROPE_TYPES:
         return {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
-    return {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
+    return {"rope_type": "default"} | {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
 
 
 def rope_fields(target_config: PretrainedConfig) -> dict[str, Any]:

@@ -294,6 +294,21 @@ def aux_layers_of_config(config: Mapping[str, Any], num_target_layers: int) -> t
     return default_engine_layers(num_target_layers) if layers is None else tuple(layers)
 
 
+# Families that vLLM 0.32.0 serves, but not with these drafters: read from its classes.
+_VLLM_WITHOUT_AUX_STATES = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "mixtral", "qwen2_moe", "glm4", "glm4_moe", "exaone4", "olmoe")
+_VLLM_WITHOUT_LM_HEAD = ("gemma2",)
+
+
+def target_limits(algorithm: str, family: str) -> dict[str, str]:
+    """Why an engine cannot serve drafters of this algorithm for targets of this family (`model_type`), by engine; empty where none is known."""
+    vllm = f"vLLM {FORMATS['eagle3'].engines['vllm'].version}"
+    if serving_format(algorithm).name == "eagle3" and family in _VLLM_WITHOUT_AUX_STATES:
+        return {"vllm": f"{vllm} reads no auxiliary states of {family} targets; Medusa heads (recipes/medusa1.py) need none"}
+    if serving_format(algorithm).name == "eagle1" and family in _VLLM_WITHOUT_LM_HEAD:
+        return {"vllm": f"{vllm} finds no lm_head in {family} targets for an EAGLE-1 head to use; Medusa heads (recipes/medusa1.py) have their own"}
+    return {}
+
+
 def engine_limits(config: Mapping[str, Any], num_target_layers: int) -> dict[str, str]:
     """Why an engine of the format cannot serve this checkpoint with full acceptance, by engine; empty when all can."""
     last = aux_layers_of_config(config, num_target_layers)[-1]

@@ -24,15 +24,18 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, Cache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 
+from data.adapter import merge_adapter
 from data.batch import Features
 from data.target_files import (
     TargetConfig,
     TargetHeads,
+    base_and_adapter,
     check_plain_logits,
     check_target_files,
     default_aux_layers,
     load_target_heads,
     load_tokenizer,
+    logit_softcap,
     stored_dtype,
     target_fingerprint,
     target_hf_config,
@@ -43,6 +46,7 @@ __all__ = [
     "TargetConfig",
     "TargetHeads",
     "attend_packed",
+    "base_and_adapter",
     "check_plain_logits",
     "default_aux_layers",
     "holding",
@@ -71,6 +75,7 @@ class Target:
         self._tokenizer = tokenizer
         self.config: PretrainedConfig = model.config.get_text_config()
         self._base: Any = model.get_decoder()
+        self._softcap = logit_softcap(self.config)
         if not hasattr(self._base, "layers"):
             raise ValueError(
                 f"{self.config.model_type} targets are not supported: {type(self._base).__name__} has no list of layers to read states from"
@@ -80,27 +85,33 @@ class Target:
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str) -> Target:
-        """Loads model and tokenizer.
+        """Loads model and tokenizer; an adapter is merged into its base in the dtype that the base is stored in, whatever it is loaded in.
 
         Raises:
-            ValueError: if there is no such model, or its files are not whole.
+            ValueError: if there is no such model, or its files are not whole, or its adapter does not fit.
         """
         check_target_files(config)
         tokenizer = load_tokenizer(config)
-        dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        base, adapter = base_and_adapter(config)
+        wanted = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        dtype = "auto" if wanted is None or adapter is not None else wanted
         load: Any = AutoModelForCausalLM.from_pretrained
         try:
             model, loading = load(
-                config.model, revision=config.revision, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+                base.model, revision=base.revision, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ValueError(f"target.model {config.model!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
+            raise ValueError(f"target.model {base.model!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
         if loading["missing_keys"]:
             # transformers would go on with random weights in their place.
             missing = sorted(loading["missing_keys"])
             raise ValueError(
-                f"the weight files of target.model {config.model!r} lack {len(missing)} tensors ({', '.join(missing[:3])}): copy or download it again"
+                f"the weight files of target.model {base.model!r} lack {len(missing)} tensors ({', '.join(missing[:3])}): copy or download it again"
             )
+        if adapter is not None:
+            model = merge_adapter(model, adapter)
+            for parameter in model.parameters() if wanted is not None else ():  # not the buffers: rotations stay in fp32
+                parameter.data = parameter.data.to(wanted)
         return cls(model.to(device), tokenizer)
 
     @property
@@ -141,8 +152,9 @@ class Target:
         return frozenset(int(token) for token in [*ids, self.tokenizer.eos_token_id] if token is not None)
 
     def logits(self, last_TH: Tensor) -> Tensor:
-        """[T, V] logits of post-norm states."""
-        return self.model.get_output_embeddings()(last_TH)
+        """[T, V] logits of post-norm states, softcapped where the target's are."""
+        logits_TV = self.model.get_output_embeddings()(last_TH)
+        return logits_TV if self._softcap is None else torch.tanh(logits_TV / self._softcap) * self._softcap
 
     @torch.no_grad()
     def features(self, input_ids_T: Tensor, loss_mask_T: Tensor, document_lengths: Sequence[int], aux_layers: Sequence[int], last: bool) -> Features:

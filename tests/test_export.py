@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from checkpoints.draft_config import DraftDimensions, MedusaDimensions, draft_dimensions
+from checkpoints.draft_config import DraftDimensions, MedusaDimensions, draft_dimensions, rope_fields
 from checkpoints.export import export_drafter, read_export, validate_export
 from checkpoints.provenance import Provenance, collect_provenance, config_digest
 
@@ -138,10 +138,17 @@ def test_transformers_reads_the_targets_rotation_from_the_export(tmp_path, rope)
     assert older == rope
 
 
-def test_a_rotation_that_one_layer_cannot_have_is_refused(tmp_path):
+def test_of_two_rotations_a_draft_has_that_of_the_layers_that_see_everything(tmp_path):
     nested = target_config()
     nested.rope_parameters = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    with pytest.raises(ValueError, match="one rope_theta"):
+    expected = {"rope_type": "default", "rope_theta": 1e6}
+    assert rope_fields(nested) == {"rope_parameters": expected, "rope_theta": 1e6, "rope_scaling": None}
+
+
+def test_a_rotation_that_one_layer_cannot_have_is_refused(tmp_path):
+    nested = target_config()
+    nested.rope_parameters = {"rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+    with pytest.raises(ValueError, match=r"expected a rope_theta and no sections: EAGLE heads for such a target are not supported"):
         export(tmp_path, target=nested)
 
 
@@ -175,6 +182,7 @@ def test_provenance_is_beside_the_checkpoint(tmp_path):
         "target": "tiny",
         "target_fingerprint": "f00d",
         "run_config_sha256": "5eed",
+        "adapter": None,
     }
 
 

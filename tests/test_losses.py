@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -53,6 +54,26 @@ def test_loss_counts_and_gradients_equal_the_naive_form(monkeypatch, kind, vocab
     torch.testing.assert_close(sums.rows_K, (weight > 0).sum(1).float())
     grads = torch.autograd.grad(sums.loss_sum * 0.5, (student, head))
     for grad, expected_grad in zip(grads, torch.autograd.grad(expected * 0.5, (student, head)), strict=True):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl", "lk"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_softcapped_logits_of_target_and_student_are_those_of_the_naive_form(kind, softcap):
+    teacher, student, head, weight = setup(None, False)
+    sums = distillation_loss(student, head, dataclasses.replace(teacher, softcap=1.5), weight, kind, softcap)
+    p = (1.5 * torch.tanh(teacher.last_RE @ teacher.lm_head_VE.T / 1.5)).softmax(-1)
+    logits = student @ head.T
+    log_q = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
+    cross = -(p * log_q).sum(-1)
+    kl = cross + (p * p.log()).sum(-1)
+    acceptance = torch.minimum(p.expand_as(log_q), log_q.exp()).sum(-1)
+    mix = (-3 * acceptance).exp().detach()
+    expected = ({"ce": cross, "kl": kl, "lk": mix * kl + (1 - mix) * (1 - acceptance)}[kind] * weight).sum()
+    torch.testing.assert_close(sums.loss_sum, expected, atol=1e-4, rtol=1e-5)
+    for grad, expected_grad in zip(
+        torch.autograd.grad(sums.loss_sum, (student, head)), torch.autograd.grad(expected, (student, head)), strict=True
+    ):
         torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
 
 

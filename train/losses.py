@@ -38,12 +38,14 @@ class Teacher:
         draft_ids_W: int64 target ids of the draft vocabulary, ascending; None where it is the whole vocabulary.
         drops_outside: whether rows whose argmax is outside the draft vocabulary carry no loss (what all peers do); finding that
             argmax takes the full-vocabulary logits. False renormalises every row over the draft vocabulary.
+        softcap: where the target's logits are softcap * tanh(logits / softcap).
     """
 
     last_RE: Tensor
     lm_head_VE: Tensor
     draft_ids_W: Tensor | None
     drops_outside: bool
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ def step_weights(num_steps: int, decay: float) -> list[float]:
     return [decay**step for step in range(num_steps)]
 
 
-def distillation_loss(student_KRH: Tensor, head_WH: Tensor, teacher: Teacher | Labels, weight_KR: Tensor, kind: LossKind) -> DistillationSums:
+def distillation_loss(
+    student_KRH: Tensor, head_WH: Tensor, teacher: Teacher | Labels, weight_KR: Tensor, kind: LossKind, softcap: float | None = None
+) -> DistillationSums:
     """Weighted sum of the loss between K student distributions and the target's distribution, or the label, at each row.
 
     Args:
@@ -88,16 +92,17 @@ def distillation_loss(student_KRH: Tensor, head_WH: Tensor, teacher: Teacher | L
         weight_KR: fp32, zero where a draft is not supervised.
         kind: "ce" sum -p log q; "kl" the same minus the entropy of p (equal gradients); "lk" the hybrid of arXiv 2602.23881,
             w KL + (1 - w) TV with w = exp(-3 acceptance) held constant. Labels take "ce" only.
+        softcap: of the student's logits too, where its head is the target's own.
     """
     assert kind == "ce" or isinstance(teacher, Teacher), "labels are judged by cross entropy"
-    loss_sum, hits_K, rows_K, num_outside_K = _Distillation.apply(student_KRH, head_WH, teacher, weight_KR, kind)
+    loss_sum, hits_K, rows_K, num_outside_K = _Distillation.apply(student_KRH, head_WH, teacher, weight_KR, kind, softcap)
     return DistillationSums(loss_sum, hits_K, rows_K, num_outside_K)
 
 
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student_KRH: Tensor, head_WH: Tensor, teacher: Teacher | Labels, weight_KR: Tensor, kind: LossKind
+        ctx: Any, student_KRH: Tensor, head_WH: Tensor, teacher: Teacher | Labels, weight_KR: Tensor, kind: LossKind, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_steps, num_rows, _ = student_KRH.shape
         device = student_KRH.device
@@ -113,7 +118,7 @@ class _Distillation(torch.autograd.Function):
                 rows = slice(start, start + chunk_rows)
                 student_KCH = student_KRH[:, rows].to(compute_dtype)
                 logits_KCW = _product(student_KCH, head.T)
-                chunk_loss, chunk_counts_3K = _judge(logits_KCW, teacher, rows, weight_KR[:, rows], kind)
+                chunk_loss, chunk_counts_3K = _judge(logits_KCW, teacher, rows, weight_KR[:, rows], kind, softcap)
                 loss_sum += chunk_loss
                 counts_3K += chunk_counts_3K
                 grad_logits_KCW = logits_KCW  # what `_judge` made of them
@@ -129,7 +134,7 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # In place: nobody else sees them, and the head's gradient is as large as the head. So there is one backward pass.
         grads, ctx.grads = [grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads], None
-        return grads[0], grads[1] if len(grads) == 2 else None, None, None, None
+        return grads[0], grads[1] if len(grads) == 2 else None, None, None, None, None
 
 
 def _add_product(total_WH: Tensor, rows_NW: Tensor, rows_NH: Tensor) -> None:
@@ -152,7 +157,9 @@ def _teacher_width(teacher: Teacher | Labels) -> int:
     return teacher.lm_head_VE.shape[0] if isinstance(teacher, Teacher) and teacher.drops_outside else 0
 
 
-def _judge(logits_KCW: Tensor, teacher: Teacher | Labels, rows: slice, weight_KC: Tensor, kind: LossKind) -> tuple[Tensor, Tensor]:
+def _judge(
+    logits_KCW: Tensor, teacher: Teacher | Labels, rows: slice, weight_KC: Tensor, kind: LossKind, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """Turns a chunk's logits into d loss / d logits, in place; returns the weighted loss sum and the counts [3, K]: hits, rows, rows outside.
 
     Softmax and gradient are formed in fp32, a block of rows at a time: on a CPU one that stays in its cache, where the same passes over a whole
@@ -170,15 +177,22 @@ def _judge(logits_KCW: Tensor, teacher: Teacher | Labels, rows: slice, weight_KC
     block_rows = max(1, block_elements // ((num_steps + 1) * width))
     for start in range(0, num_rows, block_rows):
         block = slice(start, start + block_rows)
-        logits_KBW, weight_KB = logits_KCW[:, block].float(), weight_KC[:, block]
+        logits_KBW, weight_KB = _capped(logits_KCW[:, block].float(), softcap), weight_KC[:, block]
         if isinstance(teacher, Labels):
             label_KB = teacher.label_KR[:, rows][:, block]
             block_loss, grad_KBW, hits_KC[:, block] = _label_loss_and_gradient(logits_KBW, label_KB, weight_KB)
         else:
-            block_loss, grad_KBW, hits_KC[:, block] = _loss_and_gradient(logits_KBW, teacher_CW[block].float(), weight_KB, kind)
+            teacher_BW = _capped(teacher_CW[block].float(), teacher.softcap)
+            block_loss, grad_KBW, hits_KC[:, block] = _loss_and_gradient(logits_KBW, teacher_BW, weight_KB, kind)
         loss_sum += block_loss
+        if softcap is not None:
+            grad_KBW = grad_KBW * (1 - (logits_KBW / softcap) ** 2)  # d tanh = 1 - tanh^2
         logits_KCW[:, block] = grad_KBW
     return loss_sum, torch.stack([(hits_KC & is_inside_C & active_KC).sum(1), active_KC.sum(1), (active_KC & ~is_inside_C).sum(1)])
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _teacher_logits(teacher: Teacher, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -154,6 +154,11 @@ class Drafter(nn.Module):
     def from_export(cls, export_config: dict[str, Any], tensors: dict[str, Tensor], target: PretrainedConfig, heads: TargetHeads) -> Drafter:
         """The drafter that an engine would see in an exported checkpoint: built from its config.json and tensors alone."""
 
+    @classmethod
+    def check_target(cls, target: PretrainedConfig) -> None:
+        """Raises ValueError for a target that this algorithm has no drafter for; asked before any work is done."""
+        return None
+
     # --- what is trained ------------------------------------------------------------------------------------------------
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:

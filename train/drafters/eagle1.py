@@ -95,6 +95,10 @@ class Eagle1(Drafter):
         return layer
 
     @classmethod
+    def check_target(cls, target: PretrainedConfig) -> None:
+        LayerShape.from_target(target)
+
+    @classmethod
     def feature_request_of(cls, config: Eagle1Config, target: PretrainedConfig) -> FeatureRequest:
         return FeatureRequest(aux_layers=(), last=True)
 
@@ -108,6 +112,7 @@ class Eagle1(Drafter):
         # vLLM has no bias, SGLang has one: both compute the same only while it is zero.
         if bool((tensors["fc.bias"] != 0).any()):
             raise ValueError("fc.bias is not zero: vLLM drops it silently, so the engines would disagree; export the drafter again")
+        heads = heads.with_embedding(tensors.pop("embed_tokens.weight", None))
         # The layer's shape and RoPE come from the checkpoint, as an engine takes them.
         layer_config = LlamaConfig.from_dict({**export_config, "num_hidden_layers": target.num_hidden_layers})
         drafter = cls(Eagle1Config(), layer_config, heads, None)
@@ -129,9 +134,9 @@ class Eagle1(Drafter):
         [student_RH] = self._rollout(batch, last_TH + self._noise_TH(batch), 1, is_supervised_T.nonzero()[:, 0])
         target_RH = last_TH[batch.teacher_rows(0)[is_supervised_T]]
         regression = nn.functional.smooth_l1_loss(student_RH.float(), target_RH.float(), reduction="none").mean(-1).sum()
-        teacher = Teacher(last_RE=target_RH, lm_head_VE=self.heads.lm_head_VH, draft_ids_W=None, drops_outside=False)
+        teacher = Teacher(last_RE=target_RH, lm_head_VE=self.heads.lm_head_VH, draft_ids_W=None, drops_outside=False, softcap=self.heads.softcap)
         weight_1R = torch.ones(1, len(target_RH), device=target_RH.device)
-        sums = distillation_loss(student_RH[None], self.heads.lm_head_VH, teacher, weight_1R, "ce")
+        sums = distillation_loss(student_RH[None], self.heads.lm_head_VH, teacher, weight_1R, "ce", self.heads.softcap)
         return LossOutput(
             loss_sum=regression + self.config.token_weight * sums.loss_sum,
             metrics={

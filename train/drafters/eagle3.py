@@ -134,6 +134,10 @@ class Eagle3(Drafter):
         return self._ids[0]
 
     @classmethod
+    def check_target(cls, target: PretrainedConfig) -> None:
+        LayerShape.from_target(target)
+
+    @classmethod
     def feature_request_of(cls, config: Eagle3Config, target: PretrainedConfig) -> FeatureRequest:
         return FeatureRequest(aux_layers=config.aux_layers or default_aux_layers(target.num_hidden_layers), last=True)
 
@@ -146,6 +150,7 @@ class Eagle3(Drafter):
     def from_export(cls, export_config: dict[str, Any], tensors: dict[str, Tensor], target: PretrainedConfig, heads: TargetHeads) -> Eagle3:
         d2t_W = tensors.pop("d2t", None)
         tensors.pop("t2d", None)
+        heads = heads.with_embedding(tensors.pop("embed_tokens.weight", None))
         vocabulary = None
         if d2t_W is not None:
             ids_W = torch.arange(len(d2t_W)) + d2t_W
@@ -185,6 +190,7 @@ class Eagle3(Drafter):
             lm_head_VE=self.heads.lm_head_VH,
             draft_ids_W=None if self.vocabulary is None else self.draft_ids_W,
             drops_outside=self.vocabulary is not None and self.config.outside_vocabulary == "drop",
+            softcap=self.heads.softcap,
         )
         sums = self.lm_head(student_KRH, teacher, weight_KR, self.config.loss)
         metrics = {f"hits_{step}": sums.hits_K[step] for step in range(num_steps)}

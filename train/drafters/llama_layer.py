@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from checkpoints.draft_config import draft_rope_parameters
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -39,7 +41,7 @@ class LayerShape:
             target: the target's (text) config.
             intermediate_size: MLP width of the drafter; None takes the target's.
         """
-        fields = target.to_dict()
+        fields = target.to_dict() | {"rope_parameters": draft_rope_parameters(target)}
         llama = LlamaConfig(**{name: fields[name] for name in _TARGET_FIELDS if fields.get(name) is not None})
         return cls(
             hidden_size=llama.hidden_size,

@@ -169,11 +169,11 @@ class Medusa1(Drafter):
         if self.config.labels == "hard":
             return Labels(batch.predicted_tokens(step)[is_supervised_T][None])
         last_RH = last_TH.detach()[batch.teacher_rows(step)[is_supervised_T]]
-        return Teacher(last_RH, self.heads.lm_head_VH, draft_ids_W=None, drops_outside=False)
+        return Teacher(last_RH, self.heads.lm_head_VH, draft_ids_W=None, drops_outside=False, softcap=self.heads.softcap)
 
     def _head_loss(self, step: int, hidden_1RH: Tensor, teacher: Teacher | Labels, weight_1R: Tensor) -> DistillationSums:
         if self.config.shared_lm_head:
-            return distillation_loss(hidden_1RH, self.heads.lm_head_VH, teacher, weight_1R, "ce")
+            return distillation_loss(hidden_1RH, self.heads.lm_head_VH, teacher, weight_1R, "ce", self.heads.softcap)
         return self.lm_heads[step](hidden_1RH, teacher, weight_1R)
 
     def _cast(self, hidden_TH: Tensor) -> Tensor:

@@ -188,13 +188,14 @@ class Medusa2(Medusa1):
         is_supervised_T = batch.answered()
         teacher: Teacher | Labels
         if self.config.backbone_loss == "distil":
-            teacher = Teacher(self._original_states(batch)[is_supervised_T], self.heads.lm_head_VH, draft_ids_W=None, drops_outside=False)
+            original_RH = self._original_states(batch)[is_supervised_T]
+            teacher = Teacher(original_RH, self.heads.lm_head_VH, draft_ids_W=None, drops_outside=False, softcap=self.heads.softcap)
         else:
             teacher = Labels(batch.known_tokens(0)[is_supervised_T][None])
         student_1RH = last_TH[is_supervised_T][None]
         weight_1R = torch.ones(student_1RH.shape[:2], device=last_TH.device)
         kind: Literal["kl", "ce"] = "kl" if self.config.backbone_loss == "distil" else "ce"
-        return distillation_loss(student_1RH, self.heads.lm_head_VH, teacher, weight_1R, kind).loss_sum
+        return distillation_loss(student_1RH, self.heads.lm_head_VH, teacher, weight_1R, kind, self.heads.softcap).loss_sum
 
     # --- drafting -------------------------------------------------------------------------------------------------------
 

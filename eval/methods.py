@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.target import Target, TargetConfig
+from checkpoints.provenance import UNKNOWN
+from data.target import Target, TargetConfig, target_hf_config
 from data.target_files import target_fingerprint
 from eval.acceptance import Trajectory, trajectory_features
 from eval.decode.chain import Chain
@@ -180,18 +181,35 @@ def find_drafters(names: Sequence[str]) -> list[DrafterFiles]:
 def _export_of(name: str) -> Path:
     export = next((folder for folder in (Path(name) / "export", Path(name)) if (folder / "headstart.json").is_file()), None)
     if export is None:
-        raise ValueError(f"--drafters {name} holds no export (headstart.json): name a finished run, such as runs/quickstart, or its export folder")
+        hint = f"; another tool's checkpoint is made one by `python -m checkpoints.convert {name} OUT --to headstart`"
+        raise ValueError(
+            f"--drafters {name} holds no export (headstart.json): name a finished run, such as runs/quickstart, or its export folder{hint}"
+        )
     return export
 
 
 def check_drafter(drafter: DrafterFiles, target: TargetConfig) -> None:
     """Raises ValueError where the drafter was trained for another target: its acceptance would be low and nobody would know why."""
     trained_for = json.loads((drafter.export / "headstart.json").read_text())["target_fingerprint"]
+    if trained_for == UNKNOWN:
+        _check_sizes(drafter, target)
+        return
     found = target_fingerprint(target)
     if trained_for != found:
         raise ValueError(
             f"{drafter.name} was trained for the target {trained_for}, but {target.model} is {found}: name the target that it was trained for"
         )
+
+
+def _check_sizes(drafter: DrafterFiles, target: TargetConfig) -> None:
+    """A converted checkpoint does not say its target: only its sizes can be compared."""
+    config, expected = json.loads((drafter.export / "config.json").read_text()), target_hf_config(target).to_dict()
+    for name in ("vocab_size", "hidden_size"):
+        if config[name] != expected[name]:
+            raise ValueError(
+                f"{drafter.name} was made for a target with {name} {config[name]}, but {target.model} has {expected[name]}: "
+                "it belongs to another target"
+            )
 
 
 def check_backbone(drafter: DrafterFiles, backbone: Target, target: Target) -> None:

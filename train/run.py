@@ -59,7 +59,7 @@ from data.extract import document_lengths, extract, finish_store, is_served_by
 from data.loader import PackPlan, load_steps, shuffled_once, token_reader
 from data.merge_adapter import write_merged
 from data.prepare import prepare
-from data.regenerate import LocalAnswers, regenerate
+from data.regenerate_stage import LocalAnswers, regenerate
 from data.server_answers import ServerAnswers
 from data.shards import INDEX_FILE, FeatureStore, StoreHeader
 from data.target import (

@@ -1,6 +1,6 @@
 """Batched greedy decoding with the target, full batches all the time.
 
-Place in the flow: prompts -> the target's own answers: held-out trajectories (eval/) and regenerated training data (data/regenerate.py).
+Place in the flow: prompts -> the target's own answers: held-out trajectories (eval/) and regenerated training data (data/regenerate_stage.py).
 
 A fixed number of slots decodes in lockstep, one token a step. Keys and values lie in one preallocated buffer a layer, every sequence right-aligned to
 the same column, so a step writes one column and attends to a view of the buffer: nothing is concatenated or padded to a maximum. A finished

@@ -16,11 +16,11 @@ import pytest
 import torch
 from datasets import Dataset, load_from_disk
 
-import data.regenerate as regenerate_module
+import data.regenerate_stage as regenerate_module
 import data.smollm2 as smollm2
 from data.generate import GeneratedAnswer, generate_greedy
 from data.progress import Progress
-from data.regenerate import regenerate
+from data.regenerate_stage import LocalAnswers, regenerate
 from data.smollm2 import make_smollm2
 from data.target import Target, TargetConfig
 
@@ -63,7 +63,8 @@ def samples() -> Dataset:
 
 
 def answer_all(target: Target, samples: Dataset, folder: Path, max_samples: int | None = None, max_new_tokens: int = MAX_NEW) -> dict[str, int]:
-    regenerate(target, samples, folder, max_samples=max_samples, max_prompt_tokens=MAX_PROMPT, max_new_tokens=max_new_tokens, batch_sequences=4)
+    answers = LocalAnswers(target, batch_sequences=4)
+    regenerate(answers, samples, folder, max_samples=max_samples, max_prompt_tokens=MAX_PROMPT, max_new_tokens=max_new_tokens)
     return json.loads((folder / "regeneration.json").read_text())
 
 
@@ -134,7 +135,7 @@ def test_no_more_than_the_wanted_conversations_are_answered(target: Target, samp
 
 def test_no_short_enough_prompt_is_a_clear_error(target: Target, samples: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none of 30 conversations has a prompt of at most 0 tokens: raise answers.max_prompt_tokens"):
-        regenerate(target, samples, tmp_path / "x", max_samples=None, max_prompt_tokens=0, max_new_tokens=4)
+        regenerate(LocalAnswers(target), samples, tmp_path / "x", max_samples=None, max_prompt_tokens=0, max_new_tokens=4)
 
 
 def slow_regeneration(target_dir: str, folder: str) -> None:

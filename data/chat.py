@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.conversations import Conversation, Turn
 from data.encode import IntArray, TextEncoder
@@ -140,7 +141,8 @@ class ChatTokenizer:
         self._special = re.compile(alternatives)
         self._turn_end = re.compile(rf"\s*({alternatives})")
         self._encoder = TextEncoder(tokenizer)
-        self._has_generation_tags = bool(_GENERATION_TAG.search(str(tokenizer.get_chat_template())))
+        self._template = str(tokenizer.get_chat_template())
+        self._has_generation_tags = bool(_GENERATION_TAG.search(self._template))
 
     def tokenize(self, conversations: Sequence[Conversation], max_length: int) -> list[TokenizedSample | SampleError]:
         """Samples of a batch of conversations, in order; in the place of one that cannot be had, the reason.
@@ -201,7 +203,11 @@ class ChatTokenizer:
             return []
         batch = [messages for _, messages in requests]
         try:
-            return list(self.tokenizer.apply_chat_template(batch, tokenize=False, add_generation_prompt=generation_prompt))
+            # What `apply_chat_template` calls, without its copies of messages that are plain already: a tenth of the time of everything.
+            rendered, _ = render_jinja_template(
+                batch, chat_template=self._template, add_generation_prompt=generation_prompt, **self.tokenizer.special_tokens_map
+            )
+            return list(rendered)
         except Exception:
             return [self._attempt_render(name, messages, generation_prompt) for name, messages in requests]
 

@@ -36,7 +36,8 @@ from data.report import DataError, DataReport, SplitStatistics, TokenStatistics
 from data.workers import SCHEMA, TokenizedBatch, Workers, tokenize_batch
 
 _BATCH_CONVERSATIONS = 128
-_HERE_BATCHES = 16  # so many are done here in the time that other processes take to start
+_HERE_BATCHES = 4  # fewer are not worth the start of another process
+_MOST_PENDING = 16  # results a process that wait for an earlier one
 _PARTS = re.compile(r"(.+)_\d+")
 _PROGRESS_S = 10.0
 _SHARD_BYTES = 500_000_000
@@ -59,7 +60,7 @@ class DataConfig:
         group_parts: whether ids that differ only in a final `_<number>` are parts of one conversation.
         seed: of the choice of held-out conversations.
         strict: whether a damaged source is an error instead of a warning.
-        num_workers: processes that tokenise.
+        num_workers: processes that tokenise, this one included.
         columns: which columns of the sources hold the conversation, where their names are not the usual ones.
         streaming: whether a Hub dataset is read as it comes; otherwise it is downloaded into the Hub client's cache first.
     """
@@ -190,18 +191,25 @@ def _write_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, repor
 def _tokenized(
     conversations: Iterator[Conversation], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> Iterator[TokenizedBatch]:
-    """Results by batch, in order; from other processes when there are enough batches to be worth it."""
+    """Results by batch, in order: from this process and, when there are enough batches to be worth it, from others beside it."""
     batches = iter(lambda: list(itertools.islice(conversations, _BATCH_CONVERSATIONS)), [])
     chat = ChatTokenizer(tokenizer)
     for batch in batches if config.num_workers == 1 else itertools.islice(batches, _HERE_BATCHES):
         yield tokenize_batch(chat, batch, config.max_length)
     if (first := next(batches, None)) is None:
         return
-    with Workers(config.num_workers, chat, config.max_length) as workers:
+    num_others = config.num_workers - 1
+    with Workers(num_others, chat, config.max_length) as workers:
         pending: deque[Future[TokenizedBatch]] = deque()
         for batch in itertools.chain([first], batches):
-            pending.append(workers.submit(batch))
-            if len(pending) > 2 * config.num_workers:
+            # While they start, or are all busy, this process does not wait for them.
+            if sum(not result.done() for result in pending) < 2 * num_others:
+                pending.append(workers.submit(batch))
+            else:
+                here: Future[TokenizedBatch] = Future()
+                here.set_result(tokenize_batch(chat, batch, config.max_length))
+                pending.append(here)
+            while pending and (pending[0].done() or len(pending) > _MOST_PENDING * config.num_workers):
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()

@@ -148,7 +148,7 @@ def test_processes_give_what_one_process_gives(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data.prepare, "_BATCH_CONVERSATIONS", 4)
-    monkeypatch.setattr(data.prepare, "_HERE_BATCHES", 3)
+    monkeypatch.setattr(data.prepare, "_HERE_BATCHES", 1)
     source = write(tmp_path / "x.jsonl", [*parts(30, 2), row("bad", "<|im_end|>", "x")])
     for num_workers in (1, 2):
         config = DataConfig(sources=(source,), num_heldout=6, num_workers=num_workers)

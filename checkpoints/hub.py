@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, try_to_load_from_cache
@@ -50,8 +50,8 @@ class HubConfig:
         retries: how often a request is repeated while the Hub is busy or the network away.
     """
 
-    run: tyro.conf.Positional[Path]
-    repo: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    repo: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="USER/REPO")]
     private: bool = False
     revision: str = MAIN
     dry_run: bool = False
@@ -90,7 +90,10 @@ def upload_run(config: HubConfig) -> list[str]:
         ValueError: if the run is not whole, something private would be published, or the Hub refuses.
     """
     hide_signed_urls()
-    publications = plan_upload(config)
+    try:
+        publications = plan_upload(config)
+    except KeyError as error:  # the card reads much, and older versions wrote less
+        raise ValueError(f"{config.run}: its records lack {error}, another version of headstart wrote them: run the recipe again") from error
     for publication in publications:
         _print_plan(publication, config)
     if config.dry_run:
@@ -110,7 +113,7 @@ def upload_after_run(run: Path, repo: str, private: bool) -> None:
     """
     try:
         upload_run(HubConfig(run=run, repo=repo, private=private))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         again = f"python -m checkpoints.hub {shlex.quote(str(run))} {repo}{' --private' if private else ''}"
         raise ValueError(f"{error}. The run is whole and nothing of it is lost; upload it again with `{again}`") from error
 

@@ -102,7 +102,7 @@ def attempt(action: str, call: Callable[[], Answer], retries: int) -> Answer:
     for number in itertools.count(1):
         try:
             return call()
-        except (HfHubHTTPError, httpx2.HTTPError, OfflineModeIsEnabled, RuntimeError) as error:
+        except (httpx2.HTTPError, OSError, RuntimeError) as error:  # the Hub's own errors are OSErrors, those of hf_xet both
             cause = _cause(error)
             wait_s = _seconds_asked_for(cause) or min(2.0 ** (number - 1), _LONGEST_BACKOFF_S)
             if not _is_passing(cause) or number > retries or wait_s > _LONGEST_WAIT_S:
@@ -125,7 +125,7 @@ def _without_queries(record: logging.LogRecord) -> bool:
 def _cause(error: Exception) -> Exception:
     """What lies under the RuntimeError that the client raises around the upload of a file."""
     cause = error.__cause__
-    return cause if isinstance(error, RuntimeError) and isinstance(cause, (HfHubHTTPError, httpx2.HTTPError)) else error
+    return cause if isinstance(error, RuntimeError) and isinstance(cause, (httpx2.HTTPError, OSError)) else error
 
 
 def _status(error: Exception) -> int | None:
@@ -133,7 +133,8 @@ def _status(error: Exception) -> int | None:
 
 
 def _is_passing(error: Exception) -> bool:
-    return isinstance(error, httpx2.TransportError) or _status(error) in _TRANSIENT_STATUS
+    is_network = isinstance(error, (httpx2.TransportError, ConnectionError, TimeoutError)) and not isinstance(error, OfflineModeIsEnabled)
+    return is_network or _status(error) in _TRANSIENT_STATUS
 
 
 def _seconds_asked_for(error: Exception) -> float | None:

@@ -5,6 +5,7 @@ The client reads its settings when it is imported, so it lives in a process of i
 
 from __future__ import annotations
 
+import email.utils
 import hashlib
 import json
 import os
@@ -18,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -425,6 +428,34 @@ def test_an_upload_that_was_killed_goes_on_and_sends_nothing_twice(hub: Any, cli
     assert set(hub.files("user/killed")) == EXPORTED | {".gitattributes"}
 
 
+def test_waits_are_those_that_the_hub_asks_for_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(hub_client.time, "sleep", waits.append)
+
+    def answer(status: int, **headers: str) -> Exception:
+        request = httpx2.Request("GET", "https://example.org")
+        return HfHubHTTPError("no", response=httpx2.Response(status, headers=headers, request=request))
+
+    in_20_s = email.utils.formatdate(time.time() + 20, usegmt=True)
+    errors = [answer(503, **{"Retry-After": "7"}), answer(503, **{"Retry-After": in_20_s}), ConnectionError("gone"), TimeoutError(), answer(500)]
+
+    def call() -> str:
+        if errors:
+            raise errors.pop(0)
+        return "done"
+
+    assert hub_client.attempt("asking", call, retries=5) == "done"
+    assert waits == [7, pytest.approx(20, abs=2), 4, 8, 16]
+    errors[:] = [ConnectionError("gone")] * 3
+    with pytest.raises(hub_client.HubError, match=r"asking: no connection to \S+ \(gone\): run the same command again") as stop:
+        hub_client.attempt("asking", call, retries=2)
+    assert stop.value.is_passing and waits[5:] == [1, 2]
+    errors[:] = [PermissionError("not yours")]
+    with pytest.raises(hub_client.HubError, match="asking: not yours") as stop:
+        hub_client.attempt("asking", call, retries=2)
+    assert not stop.value.is_passing and len(waits) == 7
+
+
 @pytest.mark.parametrize(
     ("token", "repo", "expected"),
     [
@@ -512,6 +543,7 @@ def test_the_header_of_a_weights_file_is_searched_too(tmp_path: Path) -> None:
         (lambda run: (run / "report.json").unlink(), "report.json is missing: run the recipe to its end first"),
         (lambda run: shutil.rmtree(run / "export"), "holds no export: expected a run's folder"),
         (lambda run: (run / "export" / "model.safetensors").write_bytes(b"x" * 100), "breaks the eagle3 serving contract"),
+        (lambda run: (run / "report.json").write_text('{"joint_acceptance": []}'), "its records lack 'temperature', another version"),
         (lambda run: record(run, "export", inputs={"train": "other"}), "report.json is not of this export"),
         (lambda run: record(run, "evaluate", seconds=None), "report.json is not of this export"),
     ],
@@ -541,6 +573,22 @@ def test_a_public_repository_is_not_taken_for_a_private_one(hub: Any, client: Cl
     hub.seen.clear()
     assert "user/open is there and public" in the_error(*client("hub", runs.eagle3, "user/open", "--private"))
     assert hub.lines("PUT|/commit/") == []
+
+
+@pytest.mark.slow
+def test_what_a_user_types_works_in_processes_of_their_own(runs: Runs, tmp_path: Path) -> None:
+    server = [sys.executable, str(ROOT / "tests" / "loopback_hub.py"), "--folder", str(tmp_path / "hub")]
+    with subprocess.Popen(server, stdout=subprocess.PIPE, text=True) as hub:
+        try:
+            assert hub.stdout is not None
+            lines = [hub.stdout.readline().strip().removeprefix("export ") for _ in range(7)]
+            environment = os.environ | dict(line.split("=", 1) for line in lines)
+            command = [sys.executable, "-m", "checkpoints.hub", str(runs.eagle3), "user/typed"]
+            finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+            assert finished.returncode == 0, finished.stderr
+            assert finished.stdout.endswith(f"{environment['HF_ENDPOINT']}/user/typed\n")
+        finally:
+            hub.terminate()
 
 
 # --- recipes --------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from checkpoints.card import backbone_changes
 from checkpoints.provenance import portable_name
 from checkpoints.serving import serving_format
 
-_HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# As data/sources.py reads it: OWNER/NAME[/CONFIG][:SPLIT][@REVISION].
+_HUB_DATASET = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?")
 _FILE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".gz")
 # Of the run, not of the recipe; and what the other sections of the card say.
 _UNTOLD = {"num_workers", "sources", "log_every", "save_every", "num_kept_checkpoints", "shard_tokens", "path"}
@@ -85,12 +86,20 @@ class RunFacts:
 
     def source_names(self) -> list[str]:
         """The data sources as anybody may read them."""
-        return [Path(source).name if source in self.local_sources else portable_name(source) for source in self.config["data"]["sources"]]
+        return [source if self.hub_dataset(source) else Path(source).name for source in self.config["data"]["sources"]]
 
-    def hub_datasets(self) -> list[str]:
-        """Those of them that are datasets of the Hub."""
-        ids = [source.rpartition(":")[0] or source for source in self.config["data"]["sources"] if source not in self.local_sources]
-        return [name for name in ids if _HUB_DATASET.fullmatch(name) and not name.endswith(_FILE_SUFFIXES)]
+    def hub_dataset(self, source: str) -> re.Match[str] | None:
+        """The parts of a source that is a dataset of the Hub."""
+        found = None if source in self.local_sources else _HUB_DATASET.fullmatch(source)
+        return None if found is None or found["id"].endswith(_FILE_SUFFIXES) else found
+
+    def hub_datasets(self) -> list[re.Match[str]]:
+        """Those of the data sources."""
+        return [found for source in self.config["data"]["sources"] if (found := self.hub_dataset(source))]
+
+    def dataset_ids(self) -> list[str] | None:
+        """Their ids, each once, for the metadata."""
+        return list(dict.fromkeys(found["id"] for found in self.hub_datasets())) or None
 
 
 def drafter_hub_card(facts: RunFacts, repo: str, backbone_repo: str | None) -> str:
@@ -111,7 +120,7 @@ def drafter_hub_card(facts: RunFacts, repo: str, backbone_repo: str | None) -> s
         license_link=facts.license.link,
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "draft-head", facts.algorithm, *engines, "headstart"],
-        datasets=facts.hub_datasets() or None,
+        datasets=facts.dataset_ids(),
         model_name=repo.split("/")[1],
         eval_results=_results(facts),
         # The Hub knows adapter, finetune, quantized and merge. Weights that are of use only beside those of the base are an adapter.
@@ -143,7 +152,7 @@ def backbone_hub_card(facts: RunFacts, repo: str, drafter_repo: str) -> str:
         license_link=facts.license.link,
         pipeline_tag="text-generation",
         tags=["speculative-decoding", facts.algorithm, "headstart"],
-        datasets=facts.hub_datasets() or None,
+        datasets=facts.dataset_ids(),
         base_model_relation="finetune" if facts.base_model else None,
     )
     lines = [
@@ -193,11 +202,15 @@ def _results(facts: RunFacts) -> list[EvalResult]:
 
 
 def _result(facts: RunFacts, metric: str, name: str, value: float, args: dict[str, Any]) -> EvalResult:
-    hub_ids, names = facts.hub_datasets(), ", ".join(facts.source_names())
+    datasets, names = facts.hub_datasets(), ", ".join(facts.source_names())
+    first = datasets[0] if datasets else None
     return EvalResult(
         task_type="text-generation",
-        dataset_type=hub_ids[0] if hub_ids else re.sub(r"[^\w.-]+", "-", names),
+        dataset_type=first["id"] if first else re.sub(r"[^\w.-]+", "-", names),
         dataset_name=f"held-out prompts of {names}",
+        dataset_config=first["config"] if first else None,
+        dataset_split=first["split"] if first else None,
+        dataset_revision=first["revision"] if first else None,
         dataset_args={"num_prompts": facts.report["num_prompts"], "num_verifications": facts.report["num_verifications"]},
         metric_type=metric,
         metric_name=name,

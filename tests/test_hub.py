@@ -283,7 +283,7 @@ def card(client: Client, runs: Runs) -> ModelCard:
     counts = {"num_outputs": 4, "num_identical_outputs": 4, "num_near_ties": 0, "tokens_per_s": 30.0, "tokens_per_s_plain": 20.0}
     (run / "serve.json").write_text(json.dumps({"engine": "vllm", "engine_version": "0.32.0", "ours": ours, "measured": measured, **counts}))
     config = json.loads((run / "config.json").read_text())
-    config["data"]["sources"] = ["HuggingFaceH4/ultrachat_200k:train_sft", *config["data"]["sources"]]
+    config["data"]["sources"] = ["HuggingFaceH4/ultrachat_200k/default:train_sft@v1", "HuggingFaceH4/ultrachat_200k:test", *config["data"]["sources"]]
     (run / "config.json").write_text(json.dumps(config))
     data_report = {"num_read": 2059, "num_kept": 2043, "num_left_out": 16, "left_out": {"duplicate": {"count": 16}, "empty": {"count": 0}}}
     (run / "data_report.json").write_text(json.dumps(data_report))
@@ -307,6 +307,7 @@ def test_the_hub_reads_the_results_with_their_conditions(card: ModelCard, runs: 
     assert tau.metric_value == round(report["tau"], 4)
     conditions = {"temperature": 0.0, "num_speculative_tokens": 2, "draft_shape": "chain", "dtype": "float32", "hardware": report["device"]}
     assert tau.metric_args == conditions
+    assert (tau.dataset_config, tau.dataset_split, tau.dataset_revision) == ("default", "train_sft", "v1")
     assert tau.dataset_type == "HuggingFaceH4/ultrachat_200k" and tau.dataset_args["num_prompts"] == 4
     for position, share in enumerate(report["joint_acceptance"], start=1):
         joint = results[f"joint acceptance, draft {position}"]
@@ -326,7 +327,7 @@ def test_the_card_tells_how_to_serve_what_was_done_and_where_it_ends(card: Model
     assert "## Limits" in text and "It drafts 128 of the target's tokens" in text
     # The run's own name, folders and source paths stay at home.
     assert str(runs.eagle3.parent) not in card.content and "/tmp" not in card.content and "eagle3/export" not in card.content
-    assert "sharegpt.json" in text
+    assert "HuggingFaceH4/ultrachat_200k/default:train_sft@v1, HuggingFaceH4/ultrachat_200k:test, sharegpt.json" in text
 
 
 def test_a_card_takes_the_licence_of_a_local_target_and_leaves_out_an_older_exports_counters(client: Client, copied: Path, hub: Any) -> None:

@@ -152,9 +152,9 @@ th{border-color:var(--rule)} td:first-child,th:first-child{text-align:left;min-w
 .prose th,.prose td{text-align:left} .prose td{white-space:normal;overflow-wrap:anywhere} .prose td:nth-child(2){min-width:6rem}
 .prose td:nth-child(3),.prose td:nth-child(4){min-width:11rem}
 small{display:block;font-size:12px;font-weight:400} .best{color:var(--series-1);font-weight:700}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.8rem;margin:1rem 0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.2rem,1fr));gap:.8rem;margin:1rem 0}
 .tile{background:var(--panel);border-radius:8px;padding:.7rem .9rem} .tile span,.tile b{display:block} .tile span{font-size:13px}
-.tile b{font-size:1.45rem;line-height:1.4;font-variant-numeric:tabular-nums}
+.tile b{font-size:1.35rem;line-height:1.4;white-space:nowrap;font-variant-numeric:tabular-nums}
 .plots{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:1.5rem;margin-top:2rem} .wide{grid-column:1/-1}
 @media (max-width:760px){.plots{grid-template-columns:minmax(0,1fr)} .wide{overflow-x:auto} .wide svg{min-width:680px}}
 figure{margin:0} svg{width:100%;height:auto;display:block} svg text{font-family:system-ui,sans-serif!important}

@@ -43,7 +43,7 @@ class Plot:
 
 def style_axes(axes: Axes, title: str, x_label: str) -> None:
     """A title at the left, grey labels, horizontal grid lines, no frame."""
-    axes.set_title(title, loc="left", fontsize=10.5, color=INK)
+    axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=9)
     axes.set_xlabel(x_label, fontsize=9, color=GREY)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

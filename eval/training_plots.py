@@ -20,7 +20,7 @@ from eval.plots import COLOURS, Plot, say_nothing_measured, style_axes
 MAX_POINTS = 400
 _MARKED_POINTS = 40
 _SIZE = (5.0, 2.9)
-_MARGINS = {"left": 0.13, "right": 0.97, "bottom": 0.17, "top": 0.88}
+_MARGINS = {"left": 0.13, "right": 0.97, "bottom": 0.17, "top": 0.86}
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def _draw(axes: Axes, curve: Curve, colour: str) -> None:
     if curve.is_noisy and len(values) > _MARKED_POINTS:
         axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
         values = smoothed(values, len(values) // 60)
-    axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3.5, clip_on=False)
+    size = 7 if len(values) == 1 else 3.5
+    axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=size, clip_on=False)
 
 
 def _fit_noisy(axes: Axes, curves: Sequence[Curve]) -> None:
@@ -147,7 +148,7 @@ def _from_zero(axes: Axes, curves: Sequence[Curve]) -> None:
     elif top >= 1000:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     elif top < 0.01:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value else "0")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1e}" if value else "0")
 
 
 def _from_one(axes: Axes, curves: Sequence[Curve]) -> None:

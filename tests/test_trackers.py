@@ -16,14 +16,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
+from checkpoints.metrics import read_metrics
 from recipes.eagle3 import recipe
 from train.config import LogConfig, RunConfig, to_json
 from train.engine import StepOutput
 from train.metrics import MetricsLog
 from train.trackers import Trackers, check_trackers, numbers
+from train.wandb_files import last_stored_step
 
 DATA_REPORT = {
     "sources": ["a.json"],
@@ -220,6 +223,7 @@ def wandb_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         trackers = train(run, 4, 9, 1.0, ends=False)
         trackers.finish(REPORT, run.run_dir / "report.html")
         trackers.close()
+        wandb.teardown()  # else processes that later tests start would use this one's service
         yield folder
 
 
@@ -254,6 +258,22 @@ def test_the_data_report_the_results_and_the_page_are_in_wandb(wandb_run: Path) 
     assert summary["tau"] == 1.75 and summary["joint_acceptance/1"] == 0.25 and summary["speedup_reference_decoder"] == 1.25
     artifacts = [record.artifact for record in stored_records(second) if record.WhichOneof("record_type") == "artifact"]
     assert [entry.path for artifact in artifacts for entry in artifact.manifest.contents if artifact.type == "report"] == ["report.html"]
+
+
+def test_the_last_step_in_wandbs_files_is_known_also_where_a_kill_has_cut_them(wandb_run: Path, tmp_path: Path) -> None:
+    run_id = (wandb_run / "run" / "wandb_id").read_text()
+    first = wandb_files(wandb_run)[0]
+    assert last_stored_step(wandb_run / "run" / "wandb", run_id) == 9
+    assert last_stored_step(tmp_path, run_id) is None
+    whole = first.read_bytes()
+    path = tmp_path / first.parent.name / first.name
+    path.parent.mkdir()
+    assert last_stored_step(tmp_path, run_id) == 0
+    steps = []
+    for share in range(101):
+        path.write_bytes(whole[: len(whole) * share // 100])
+        steps.append(last_stored_step(tmp_path, run_id))
+    assert steps[0] == 0 and steps[-1] == 7 and steps == sorted(steps) and set(steps) == set(range(8))
 
 
 class FakeWandb:
@@ -372,11 +392,14 @@ def test_a_killed_run_has_every_step_once_in_both_real_trackers(launcher: Any) -
     code, text = launcher("python", "run", *flags, **variables)
     assert code == 0, text
     files = wandb_files(folder)
-    assert len(files) == 2 and all(path.stem.endswith((folder / "run" / "wandb_id").read_text()) for path in files)
-    steps = [row["_step"] for path in files for row in history(path) if "train/loss" in row]
-    assert steps == list(range(1, 41))
-    assert [row["_step"] for path in files for row in history(path) if "heldout/tau" in row] == [8, 16, 24, 32, 40]
-    assert [step for step, _ in scalars(folder, "train/loss")] == list(range(1, 41))
+    assert len(list((folder / "run" / "wandb").glob("offline-run-*"))) == 2
+    assert all(path.stem.endswith((folder / "run" / "wandb_id").read_text()) for path in files)
+    truth = read_metrics(folder / "run" / "metrics.jsonl")
+    steps, measured = ([record["step"] for record in truth.of(event)] for event in ("train", "heldout"))
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 20 and measured[:3] == [8, 16, 24]
+    assert [row["_step"] for path in files for row in history(path) if "train/loss" in row] == steps
+    assert [row["_step"] for path in files for row in history(path) if "heldout/tau" in row] == measured
+    assert [step for step, _ in scalars(folder, "train/loss")] == steps
 
 
 @pytest.mark.slow

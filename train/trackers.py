@@ -3,7 +3,7 @@
 Place in the flow: `MetricsLog` (train/metrics.py) and the last stage of train/run.py -> `Trackers` -> each tracker that is asked for; rank 0 only.
 
 A tracker is told every step once and in order, also when the run was killed, when it was off for a while, or when it was asked for only later: what
-it holds already is known (trackers.json; Weights & Biases' server, where there is one), and what it lacks comes from metrics.jsonl. A tracker that
+it holds already is known (trackers.json, wandb's own files or its server), and what it lacks comes from metrics.jsonl. A tracker that
 fails is dropped with one printed line; it never ends a run.
 """
 
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from data.report import report_rows
 from train.config import LogConfig, RunConfig, to_json
+from train.wandb_files import last_stored_step
 
 STATE_FILE = "trackers.json"
 _FINISH_TIMEOUT_S = 60.0
@@ -193,17 +194,21 @@ class WandbTracker:
         """Online, or offline where there is no key or the server does not answer.
 
         wandb drops a step that is not above those that its server has. So what an online run still needs is asked of the server; of an offline run,
-        which `wandb sync` will append, we know what we have told it.
+        which `wandb sync` will append, its files say it.
         """
         path = config.run_dir / "wandb_id"
         is_known = path.exists()
         if not is_known:
             path.write_text(f"{_portable(config.name)[:64]}-{secrets.token_hex(4)}")
-        self._run = start_wandb(config, path.read_text())
+        run_id = path.read_text()
+        stored_step = last_stored_step(config.run_dir / "wandb", run_id)
+        self._run = start_wandb(config, run_id)
         self._run.define_metric("heldout/tau", summary="max")
         if not self._run.offline:
             return max(0, self._run.starting_step - 1) if self._run.resumed else 0
-        return held_step if is_known else 0
+        if stored_step is None:  # none yet, or `wandb clean` has removed what was sent
+            return held_step if is_known else 0
+        return stored_step
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step, commit=True)
@@ -237,9 +242,8 @@ def start_wandb(config: RunConfig, run_id: str) -> Any:
 
     log, run_dir, mode = config.log, config.run_dir, os.environ.get("WANDB_MODE")
     # Nothing here may wait for long: not for a server that is gone, nor for a key that nobody types.
-    settings = wandb.Settings(
-        init_timeout=8, x_graphql_retry_max=1, x_graphql_timeout_seconds=5, finish_timeout=_FINISH_TIMEOUT_S, login_timeout=_LOGIN_TIMEOUT_S
-    )
+    bounds: dict[str, Any] = {"finish_timeout": _FINISH_TIMEOUT_S, "login_timeout": _LOGIN_TIMEOUT_S}
+    online = wandb.Settings(init_timeout=8, x_graphql_retry_max=1, x_graphql_timeout_seconds=5, **bounds)
     arguments: dict[str, Any] = {
         "project": log.wandb_project,
         "entity": log.wandb_entity,
@@ -249,14 +253,13 @@ def start_wandb(config: RunConfig, run_id: str) -> Any:
         "resume": "allow",
         "dir": str(run_dir),
         "config": to_json(config),
-        "settings": settings,
     }
     if mode not in ("offline", "disabled", "dryrun"):
         try:
-            return wandb.init(**arguments)
+            return wandb.init(**arguments, settings=online)
         except Exception as error:
             print(f"wandb is not reachable ({_one_line(error)}); logging offline to {run_dir}/wandb: `wandb sync` it later", flush=True)
-    return wandb.init(**arguments, mode="disabled" if mode == "disabled" else "offline")
+    return wandb.init(**arguments, settings=wandb.Settings(**bounds), mode="disabled" if mode == "disabled" else "offline")
 
 
 class TensorBoardTracker:

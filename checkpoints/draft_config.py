@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from checkpoints.serving import aux_layer_fields, serving_format
+from checkpoints.serving import BlockNorm, aux_layer_fields, serving_format
 
 
 @dataclass(frozen=True)
 class DraftDimensions:
-    """The sizes of a draft head's Llama block, in config.json's terms."""
+    """The sizes of a draft head's Llama block, in config.json's terms; `norms` are EAGLE-3's beyond the paper's (checkpoints/serving.py)."""
 
     hidden_size: int
     intermediate_size: int
@@ -28,6 +28,7 @@ class DraftDimensions:
     head_dim: int
     hidden_act: str
     rms_norm_eps: float
+    norms: tuple[BlockNorm, ...] = ()
 
     @classmethod
     def of_target(cls, target_config: PretrainedConfig) -> DraftDimensions:
@@ -151,6 +152,7 @@ def eagle3_config(
     tensors: Mapping[str, Tensor], target_config: PretrainedConfig, dimensions: Dimensions, aux_layers: Sequence[int], dtype: torch.dtype
 ) -> dict[str, Any]:
     """config.json of an EAGLE-3 head; the rows of its `lm_head` are the draft vocabulary."""
+    assert isinstance(dimensions, DraftDimensions)
     if "lm_head.weight" not in tensors:
         raise ValueError(f"the drafter has no lm_head.weight; found {', '.join(sorted(tensors))}")
     text = target_config.get_text_config()
@@ -158,6 +160,7 @@ def eagle3_config(
     config |= {
         "draft_vocab_size": tensors["lm_head.weight"].shape[0],
         "norm_before_residual": False,
+        **{str(name): True for name in dimensions.norms},
         **aux_layer_fields(aux_layers, text.num_hidden_layers),
     }
     if text.hidden_size != dimensions.hidden_size:

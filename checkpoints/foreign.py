@@ -30,17 +30,13 @@ from checkpoints.draft_config import FIXED_ROPE_TYPES, Dimensions, DraftDimensio
 from checkpoints.export import CONFIG_FILE, PROVENANCE_FILE, prepare_export, read_config
 from checkpoints.layouts import Layout, medusa_sizes, name_from_medusa
 from checkpoints.provenance import UNKNOWN
-from checkpoints.serving import default_engine_layers
+from checkpoints.serving import BLOCK_NORMS, default_engine_layers
 from checkpoints.tensor_files import TensorFiles, open_tensors
 
 # Stands in for the number of the target's layers where it is not known: then no list of layers is taken for the engines' default.
 _UNKNOWN_NUM_LAYERS = 10_000
 
 _OTHER_BLOCKS = {
-    "norm_before_residual": "its residual is taken after the norm, in our block (and in SGLang's) before it",
-    "norm_before_fc": "it normalises the target's states before fc, our block does not",
-    "fc_norm": "it normalises each of the target's states before fc, our block does not",
-    "norm_output": "it goes on from its output after the norm, our block from that before it",
     "attention_bias": "its projections have biases, which our block and SGLang's have not",
     "qkv_bias": "its projections have biases, which our block and SGLang's have not",
     "mlp_bias": "its MLP has biases, which our block has not",
@@ -192,6 +188,8 @@ def _read_eagle(config: dict[str, Any], files: TensorFiles, layout: Layout, opti
         _complete_vocabulary_maps(tensors, flat["vocab_size"], notes)
     else:
         algorithm = "eagle1"
+        if dimensions.norms:
+            raise ValueError(f"config.json has {', '.join(dimensions.norms)} true, but the tensors are EAGLE-1's, which has no such norm")
         _settle_fc_bias(tensors, dimensions, dtype, options, notes)
     target_config = _target_config(flat, dimensions, options.target_config, notes)
     return Checkpoint(
@@ -264,6 +262,7 @@ def _draft_dimensions(config: Mapping[str, Any]) -> DraftDimensions:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         hidden_act="silu",
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norms=tuple(name for name in BLOCK_NORMS if config.get(name) or (config.get("eagle_config") or {}).get(name)),
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from checkpoints.serving import serving_format
+from checkpoints.serving import BLOCK_NORMS, serving_format
 
 Layout = Literal["headstart", "speculators", "safeailab", "specforge", "medusa"]
 
@@ -35,6 +35,8 @@ HOLDS: dict[Layout, tuple[str, ...]] = {
     "specforge": ("eagle3",),
     "medusa": ("medusa",),
 }
+# Of BLOCK_NORMS; speculators holds all.
+_NORMS: dict[Layout, tuple[str, ...]] = {"specforge": ("fc_norm", "norm_output")}
 WHY_NOT = {
     "speculators": "vLLM reads EAGLE-3 of this layout, but no EAGLE-1 and no Medusa",
     "safeailab": "it is for EAGLE heads",
@@ -116,6 +118,9 @@ def foreign_files(layout: Layout, algorithm: str, config: Mapping[str, Any], ten
         raise ValueError(f"{algorithm} cannot be written in the {layout} layout: {WHY_NOT[layout]}")
     if layout == "speculators":
         return _speculators(config, tensors, serves)
+    norms = [name for name in BLOCK_NORMS if config.get(name) and name not in _NORMS.get(layout, ())]
+    if norms:
+        raise ValueError(f"the drafter's block has {', '.join(norms)}, for which the {layout} layout has no place: the speculators layout has")
     if layout == "specforge":
         return _specforge(config, tensors)
     if layout == "medusa":
@@ -133,15 +138,12 @@ def _speculators(config: Mapping[str, Any], tensors: Mapping[str, Tensor], serve
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     if layers is None and serves.num_target_layers is not None:
         layers = [2, serves.num_target_layers // 2, serves.num_target_layers - 3]
-    written = {
+    written: dict[str, Any] = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
         "draft_vocab_size": config["draft_vocab_size"],
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **{name: config.get(name, False) for name in BLOCK_NORMS},
         "embed_requires_grad": False,
         "eagle_aux_hidden_state_layer_ids": layers,
         "transformer_layer_config": {name: config[name] for name in (*_LLAMA_FIELDS, "rope_parameters", "rope_theta", "rope_scaling", "dtype")},
@@ -166,6 +168,7 @@ def _speculators(config: Mapping[str, Any], tensors: Mapping[str, Tensor], serve
 def _specforge(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ForeignFiles:
     written: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"]} | {name: config[name] for name in _OLD_LLAMA_FIELDS}
     written["draft_vocab_size"] = config["draft_vocab_size"]
+    written |= {name: True for name in BLOCK_NORMS if config.get(name)}
     if "eagle_config" in config:
         written["eagle_config"] = config["eagle_config"]
     if len(config.get("eagle_aux_hidden_state_layer_ids", (0, 0, 0))) != 3:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 EngineName = Literal["vllm", "sglang"]
 
@@ -32,13 +32,13 @@ class TensorRule:
         shape: one product per dimension, of config.json fields and whole numbers ("2*hidden_size").
         dtype: "model" (the config's dtype), or a fixed one.
         presence: "always"; "draft_vocab" (exactly when draft_vocab_size differs from vocab_size); "own_heads" and "shared_head" (exactly when
-            original_lm_head is false, or true); or "optional".
+            original_lm_head is false, or true); "norm_before_fc" and "fc_norm" (exactly when that field is true); or "optional".
     """
 
     name: str
     shape: tuple[str, ...]
     dtype: Literal["model", "int64", "bool"] = "model"
-    presence: Literal["always", "draft_vocab", "own_heads", "shared_head", "optional"] = "always"
+    presence: Literal["always", "draft_vocab", "own_heads", "shared_head", "norm_before_fc", "fc_norm", "optional"] = "always"
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,11 @@ LLAMA_BLOCK = (
 
 EAGLE3_COMMON = (FieldRule("architectures", (list,), "rejects the checkpoint", ["LlamaForCausalLMEagle3"]), *LLAMA_BLOCK)
 
+# Norms that EAGLE-3's block has in some trainers and not in the paper, by their fields of config.json: the residual is taken after hidden_norm; one
+# norm, or one for each state, before fc; drafting goes on from the output after `norm`.
+BlockNorm = Literal["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
+BLOCK_NORMS: tuple[BlockNorm, ...] = get_args(BlockNorm)
+
 EAGLE3 = ServingFormat(
     name="eagle3",
     vllm_method="eagle3",
@@ -140,6 +145,9 @@ EAGLE3 = ServingFormat(
         # An offset, not an id: target id = j + d2t[j]. Left out with the full vocabulary, where vLLM has no place for it.
         TensorRule("d2t", ("draft_vocab_size",), dtype="int64", presence="draft_vocab"),
         TensorRule("t2d", ("vocab_size",), dtype="bool", presence="draft_vocab"),
+        # Of BLOCK_NORMS, those with a weight of their own.
+        TensorRule("input_norm.weight", ("num_aux_hidden_states*target_hidden_size",), presence="norm_before_fc"),
+        TensorRule("fc_norm.{num_aux_hidden_states}.weight", ("target_hidden_size",), presence="fc_norm"),
         # Both engines take the target's embedding when it is absent and the widths agree.
         TensorRule("embed_tokens.weight", ("vocab_size", "hidden_size"), presence="optional"),
     ),
@@ -148,7 +156,7 @@ EAGLE3 = ServingFormat(
             version="0.32.0",
             fields=(
                 *EAGLE3_COMMON,
-                FieldRule("norm_before_residual", (bool,), "SGLang cannot do it", False),
+                FieldRule("norm_before_residual", (bool,), "takes false, and speculators true"),
                 FieldRule("draft_vocab_size", (int,), "takes vocab_size"),
             ),
         ),
@@ -311,6 +319,10 @@ def target_limits(algorithm: str, family: str) -> dict[str, str]:
 
 def engine_limits(config: Mapping[str, Any], num_target_layers: int) -> dict[str, str]:
     """Why an engine of the format cannot serve this checkpoint with full acceptance, by engine; empty when all can."""
+    norms = [name for name in BLOCK_NORMS if config.get(name)]
+    if norms:
+        known = "knows no norm_before_residual" if norms[0] == "norm_before_residual" else f"has not been tried with {', '.join(norms)}"
+        return {"sglang": f"it {known}; vLLM reads them all"}
     last = aux_layers_of_config(config, num_target_layers)[-1]
     if "sglang" in format_of_config(config).engines and last == num_target_layers:
         return {"sglang": f"it captures nothing for the last layer's output (auxiliary layer {last}), silently"}
@@ -338,6 +350,8 @@ def tensor_rules(row: ServingFormat, config: Mapping[str, Any]) -> list[TensorRu
         "draft_vocab": numbers.get("draft_vocab_size", numbers["vocab_size"]) != numbers["vocab_size"],
         "own_heads": config.get("original_lm_head") is False,
         "shared_head": config.get("original_lm_head") is True,
+        "norm_before_fc": config.get("norm_before_fc") is True,
+        "fc_norm": config.get("fc_norm") is True,
     }
     written_out = []
     for rule in row.tensors:

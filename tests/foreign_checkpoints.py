@@ -159,7 +159,12 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], file
 
 
 def write_layout(folder: Path, name: str) -> Path:
-    """One checkpoint of each tool: "safeailab eagle3", "safeailab eagle1", "specforge", "speculators", "medusa"."""
+    """One checkpoint of each tool: "safeailab eagle3", "safeailab eagle1", "specforge", "speculators", either "with norms", or "medusa"."""
+    if name.endswith("with norms"):
+        tool, layer = (SPECULATORS, "layers.0") if name.startswith("speculators") else (SPECFORGE, "midlayer")
+        norms = {"fc_norm": True, "norm_output": True} | ({"norm_before_residual": True} if tool is SPECULATORS else {})
+        tensors = eagle3_tensors(layer, torch.bfloat16) | random_tensors({f"fc_norm.{index}.weight": (H,) for index in range(3)}, torch.bfloat16)
+        return write(folder, {**tool, **norms}, tensors, "model.safetensors")
     if name == "safeailab eagle3":
         return write(folder, SAFEAILAB_EAGLE3, eagle3_tensors("midlayer", torch.float16), "pytorch_model.bin")
     if name == "safeailab eagle1":

@@ -41,7 +41,7 @@ from eval.evaluation import exported_drafter
 from eval.methods import check_drafter, find_drafters
 from train.drafters.base import VerifiedStates
 
-LAYOUTS = ("safeailab eagle3", "safeailab eagle1", "specforge", "speculators", "medusa")
+LAYOUTS = ("safeailab eagle3", "safeailab eagle1", "specforge", "specforge with norms", "speculators", "speculators with norms", "medusa")
 FILES = {"safeailab": "pytorch_model.bin", "specforge": "model.safetensors", "speculators": "model.safetensors", "medusa": "medusa_lm_head.pt"}
 
 
@@ -377,6 +377,8 @@ def test_one_head_for_all_is_written_once_for_each_medusa_head(tmp_path: Path, t
         ("specforge", "medusa", "it is for Medusa heads"),
         ("specforge", "speculators", "names the target that it serves with: say it with --target"),
         ("speculators", "safeailab", "always takes the default three"),
+        ("speculators with norms", "safeailab", "norm_before_residual, fc_norm, norm_output, for which the safeailab layout has no place"),
+        ("speculators with norms", "specforge", "norm_before_residual, for which the specforge layout has no place"),
         ("specforge", "safeailab", "SafeAILab's code has rope_type default, and linear with theta 10000"),
         ("specforge", "specforge", "is in the specforge layout already"),
     ],
@@ -417,10 +419,9 @@ def test_a_config_that_means_another_drafter_is_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual true: its residual is taken after the norm"),
         ({"norm_before_residual": "REMOVE"}, "does not say norm_before_residual: vLLM takes true and speculators false"),
-        ({"fc_norm": True}, "fc_norm true: it normalises each of the target's states before fc"),
-        ({"norm_output": True}, "norm_output true"),
+        ({"fc_norm": True}, "fc_norm.0.weight is missing, expected [32]"),
+        ({"attention_bias": True}, "attention_bias true: its projections have biases"),
         ({"speculators_model_type": "dflash"}, 'speculators_model_type is "dflash": headstart has no such drafter'),
         ({"transformer_layer_config": {"model_type": "qwen3"}}, 'model_type "qwen3"'),
         ({"transformer_layer_config": "REMOVE"}, "config.json has no transformer_layer_config"),

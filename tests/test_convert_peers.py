@@ -12,15 +12,16 @@ import pytest
 import torch
 from foreign_checkpoints import HEAD_DIM, HEADS, KV_HEADS, SPECFORGE, H, I, V, W, draft_ids, eagle3_tensors, write
 from safetensors.torch import load_file, save_file
-from test_engine_parity import DRAFTERS, NUM_DRAFTS, measured_run, target_dir  # noqa: F401 (a fixture)
+from test_engine_parity import NUM_DRAFTS, measured_run, target_dir  # noqa: F401 (a fixture)
 from torch import Tensor
 
 from checkpoints.convert import main
+from checkpoints.serving import BLOCK_NORMS, BlockNorm
 from data.batch import Features, drafter_batch
 from data.target import Target, TargetConfig
 from eval.evaluation import exported_drafter
 from eval.serve import engine_python, worker_environment
-from train.drafters.eagle3 import Eagle3
+from train.drafters.eagle3 import Eagle3, Eagle3Config
 
 AUX_LAYERS, NUM_STEPS, NUM_TOKENS = [1, 3, 6], 3, 24
 PEER = Path.home() / ".cache" / "headstart" / "speculators-0.9.0" / "bin" / "python"
@@ -39,7 +40,7 @@ if job["do"] == "write":
     layer = LlamaConfig(**job["layer"], architectures=["LlamaForCausalLM"])
     maps = load_file(job["maps"])
     model = Eagle3DraftModel.from_training_args(
-        layer, t2d=maps["t2d"], d2t=maps["d2t"], draft_vocab_size=len(maps["d2t"]), norm_before_residual=job["norm_before_residual"],
+        layer, t2d=maps["t2d"], d2t=maps["d2t"], draft_vocab_size=len(maps["d2t"]), **job["norms"],
         ttt_steps=3, verifier_name_or_path=job["target"], target_layer_ids=job["aux_layers"], draft_attn_impl="eager",
     )
     torch.manual_seed(0)
@@ -49,10 +50,11 @@ if job["do"] == "write":
                 parameter += torch.randn_like(parameter) * (0.5 if parameter.ndim == 1 else 0.3)
     model.save_pretrained(job["folder"])
 else:
-    model = SpeculatorModel.from_pretrained(job["folder"])
+    model = SpeculatorModel.from_pretrained(job["folder"])  # attends by flex_attention, which is slow here: the same model anew
     model.config.transformer_layer_config._attn_implementation = "eager"
-    model = type(model)(model.config) if model._attn_impl != "eager" else model
-    model.load_state_dict(SpeculatorModel.from_pretrained(job["folder"]).state_dict())
+    state = model.state_dict()
+    model = Eagle3DraftModel(model.config)
+    model.load_state_dict(state)
 assert type(model) is Eagle3DraftModel
 inputs, logits = load_file(job["inputs"]), []
 model.float().eval()
@@ -90,7 +92,7 @@ def our_logits(folder: Path, target: Path, features: Features) -> list[Tensor]:
     assert isinstance(drafter, Eagle3)
     with torch.no_grad():
         hidden = drafter._rollout(drafter_batch(features), NUM_STEPS, torch.arange(NUM_TOKENS))
-        return [drafter.lm_head(drafter.norm(step)) for step in hidden]
+        return [drafter._guess(step).logits_BnW for step in hidden]
 
 
 def assert_same_logits(found: list[Tensor], path: Path) -> None:
@@ -103,7 +105,11 @@ def assert_same_logits(found: list[Tensor], path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_speculators_saves_drafts_here_as_it_does_there(tmp_path: Path, tiny_target: Path, inputs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("norms", [(), ("norm_before_residual", "norm_before_fc", "norm_output"), ("fc_norm",)])
+def test_what_speculators_saves_drafts_here_as_it_does_there(
+    tmp_path: Path, tiny_target: Path, inputs: dict[str, Any], norms: tuple[str, ...]
+) -> None:
+    """The paper's block, that of `speculators train` by default, and the other one of EAGLE-3.1."""
     ids_W = draft_ids()
     is_drafted_V = torch.zeros(V, dtype=torch.bool)
     is_drafted_V[ids_W] = True
@@ -120,7 +126,7 @@ def test_what_speculators_saves_drafts_here_as_it_does_there(tmp_path: Path, tin
         "rope_parameters": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 2.0},
     }
     job = {"do": "write", "layer": layer, "maps": str(tmp_path / "maps.safetensors"), "target": str(tiny_target), "aux_layers": AUX_LAYERS}
-    job |= {"norm_before_residual": False, "folder": str(tmp_path / "theirs"), "inputs": str(inputs["path"])}
+    job |= {"norms": {name: name in norms for name in BLOCK_NORMS}, "folder": str(tmp_path / "theirs"), "inputs": str(inputs["path"])}
     run_peer({**job, "num_steps": NUM_STEPS, "logits": str(tmp_path / "logits.safetensors")})
     assert main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "headstart", "--target", str(tiny_target)]) == 0
     assert_same_logits(our_logits(tmp_path / "ours", tiny_target, inputs["features"]), tmp_path / "logits.safetensors")
@@ -165,14 +171,17 @@ json.dump({
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("norms", [(), ("norm_before_residual", "norm_before_fc", "norm_output")])
 def test_vllm_serves_target_and_drafter_by_the_folder_alone_and_accepts_what_we_measure(
     tmp_path: Path,
     target_dir: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    norms: tuple[BlockNorm, ...],
 ) -> None:
     """What our own format is accepted with is counted in tests/test_engine_parity.py, and equals what we measure."""
     run, folder = tmp_path / "run", tmp_path / "speculators"
-    joint = measured_run(run, target_dir, DRAFTERS["eagle3"])
+    joint = measured_run(run, target_dir, Eagle3Config(draft_vocab_size=80, ttt_steps=3, norms=norms))
+    assert 0.95 > joint[0] > joint[1] > joint[2] > 0.01
     options = ["--to", "speculators", "--target", str(target_dir), "--num-drafts", str(NUM_DRAFTS)]
     assert main([str(run / "export"), str(folder), *options]) == 0
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -40,7 +40,7 @@ EAGLE3_KEYS = {
 
 def test_eagle3_key_set_is_the_contracts():
     rules = FORMATS["eagle3"].tensors
-    assert {rule.name for rule in rules if rule.presence != "optional"} == EAGLE3_KEYS
+    assert {rule.name for rule in rules if rule.presence in ("always", "draft_vocab")} == EAGLE3_KEYS
     assert {rule.name for rule in rules if rule.presence == "optional"} == {"embed_tokens.weight"}
 
 
@@ -188,3 +188,16 @@ def test_serve_command_survives_a_shell():
     words = shlex.split(vllm_serve_command("eagle3", "my target", "runs/it's/export", 4))
     assert words[:3] == ["vllm", "serve", "my target"]
     assert words[4] == '{"method": "eagle3", "model": "runs/it\'s/export", "num_speculative_tokens": 4}'
+
+
+def test_norms_beyond_the_papers_bring_their_weights_and_are_named_as_unservable_by_sglang():
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 8, "hidden_size": 4}
+
+    def extra(**norms: bool) -> set[str]:
+        return {rule.name for rule in tensor_rules(FORMATS["eagle3"], {**config, **norms})} - EAGLE3_KEYS - {"embed_tokens.weight"}
+
+    assert extra() == extra(norm_before_residual=True, norm_output=True, fc_norm=False) == set()
+    assert extra(norm_before_fc=True) == {"input_norm.weight"}
+    assert extra(fc_norm=True) == {"fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"}
+    assert "knows no norm_before_residual" in engine_limits({**config, "norm_before_residual": True, "norm_output": True}, 8)["sglang"]
+    assert "has not been tried with norm_output" in engine_limits({**config, "norm_output": True}, 8)["sglang"]

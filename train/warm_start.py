@@ -138,7 +138,8 @@ def _dimensions(config: DrafterConfig, target: PretrainedConfig) -> dict[str, An
             "original_lm_head": config.shared_lm_head,
         }
     assert isinstance(config, (Eagle1Config, Eagle3Config))
-    return LayerShape.from_target(target, config.intermediate_size).export_dimensions()
+    norms = config.norms if isinstance(config, Eagle3Config) else ()
+    return {**LayerShape.from_target(target, config.intermediate_size).export_dimensions(), "norms": norms}
 
 
 def load_warm_start(source: str | None, config: DrafterConfig, target: PretrainedConfig, request: FeatureRequest, is_shown: bool) -> WarmStart | None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
-from checkpoints.serving import aux_layers_of_config
+from checkpoints.serving import BLOCK_NORMS, BlockNorm, aux_layers_of_config
 from data.batch import DrafterBatch
 from data.target import TargetHeads, default_aux_layers
 from data.vocab import DraftVocabulary
@@ -52,6 +52,8 @@ class Eagle3Config(DrafterConfig):
             "renormalise" the target over the draft vocabulary, which spares the full-vocabulary logits.
         head_init: "target" starts lm_head and norm from the target's, "random" as the original does.
         intermediate_size: MLP width; None takes the target's.
+        norms: norms beyond the paper's, by their fields of config.json, as checkpoints of speculators have them (BLOCK_NORMS in
+            checkpoints/serving.py); vLLM reads them all, SGLang not norm_before_residual.
     """
 
     algorithm: ClassVar[str] = "eagle3"
@@ -64,8 +66,13 @@ class Eagle3Config(DrafterConfig):
     outside_vocabulary: Literal["drop", "renormalise"] = "drop"
     head_init: Literal["target", "random"] = "target"
     intermediate_size: int | None = None
+    norms: tuple[BlockNorm, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.norms != tuple(name for name in BLOCK_NORMS if name in self.norms):
+            raise ValueError(f"drafter.norms is {self.norms}, expected some of {' '.join(BLOCK_NORMS)}, in this order")
+        if {"norm_before_fc", "fc_norm"} <= set(self.norms):
+            raise ValueError("drafter.norms has norm_before_fc and fc_norm, which are two places for one norm: choose one")
         if self.ttt_steps < 1:
             raise ValueError(f"drafter.ttt_steps is {self.ttt_steps}, expected at least 1")
         if not 0 < self.step_decay <= 1:
@@ -109,7 +116,11 @@ class Eagle3(Drafter):
         self.shape = LayerShape.from_target(target, config.intermediate_size)
         hidden_size, vocab_size = self.shape.hidden_size, heads.lm_head_VH.shape[0]
         ids_W = torch.arange(vocab_size) if vocabulary is None else vocabulary.ids_W
-        self.fc = nn.Linear(len(self.request.aux_layers) * hidden_size, hidden_size, bias=False)
+        num_aux = len(self.request.aux_layers)
+        self.fc = nn.Linear(num_aux * hidden_size, hidden_size, bias=False)
+        eps = self.shape.rms_norm_eps
+        self.input_norm = RMSNorm(num_aux * hidden_size, eps) if "norm_before_fc" in config.norms else None
+        self.fc_norm = nn.ModuleList([RMSNorm(hidden_size, eps) for _ in range(num_aux)]) if "fc_norm" in config.norms else None
         self.midlayer = Eagle3Layer(self.shape)
         self.norm = RMSNorm(hidden_size, self.shape.rms_norm_eps)
         self.lm_head = DistillingHead(hidden_size, len(ids_W), bias=False)
@@ -156,7 +167,8 @@ class Eagle3(Drafter):
             ids_W = torch.arange(len(d2t_W)) + d2t_W
             vocabulary = DraftVocabulary(ids=tuple(ids_W.tolist()), target_vocab_size=export_config["vocab_size"], coverage=float("nan"))
         aux_layers = aux_layers_of_config(export_config, target.num_hidden_layers)
-        config = Eagle3Config(aux_layers=aux_layers, draft_vocab_size=export_config["draft_vocab_size"])
+        norms = tuple(name for name in BLOCK_NORMS if export_config.get(name))
+        config = Eagle3Config(aux_layers=aux_layers, draft_vocab_size=export_config["draft_vocab_size"], norms=norms)
         # The layer's shape and RoPE come from the checkpoint, as an engine takes them.
         layer_config = LlamaConfig.from_dict({**export_config, "num_hidden_layers": target.num_hidden_layers})
         drafter = cls(config, layer_config, heads, vocabulary)
@@ -170,7 +182,7 @@ class Eagle3(Drafter):
         return tensors
 
     def export_dimensions(self) -> dict[str, Any]:
-        return self.shape.export_dimensions()
+        return {**self.shape.export_dimensions(), "norms": self.config.norms}
 
     # --- training -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +194,7 @@ class Eagle3(Drafter):
         rows_P = supervised_KT.any(0).nonzero()[:, 0]
         place_T = torch.zeros_like(batch.position_T).index_copy_(0, rows_P, torch.arange(len(rows_P), device=rows_P.device))
         outputs = self._rollout(batch, num_steps, rows_P)
-        student_KRH = torch.stack([self.norm(hidden_PH[place_T[(rows_R - 1 - step).clamp(min=0)]]) for step, hidden_PH in enumerate(outputs)])
+        student_KRH = torch.stack([self._normed(hidden_PH[place_T[(rows_R - 1 - step).clamp(min=0)]]) for step, hidden_PH in enumerate(outputs)])
         last_TH = batch.features.last_TH
         assert last_TH is not None, "EAGLE-3 asks for the last hidden state"
         teacher = Teacher(
@@ -210,24 +222,44 @@ class Eagle3(Drafter):
         return rows_R, weight_KT[:, rows_R]
 
     def _rollout(self, batch: DrafterBatch, num_steps: int, rows_P: Tensor) -> list[Tensor]:
-        """The drafter's outputs before `norm` at the given positions, one [P, H] a step.
+        """The drafter's outputs at the given positions, one [P, H] a step: what the next step goes on from.
 
         Step 0 projects keys and values of all tokens, which later positions attend to; all else is computed at these positions only.
         """
         aux_TX = batch.features.aux_TX
         assert aux_TX is not None, "EAGLE-3 asks for auxiliary states"
-        hidden_TH = self.fc(aux_TX.to(self.fc.weight.dtype))
+        hidden_TH = self._joined(aux_TX)
         query_PND, key_TMD, value_TMD = self.recomputed(self._project, hidden_TH, batch.known_tokens(0), batch.position_T, rows_P)
         attended_PND = ttt_attention(query_PND, key_TMD, value_TMD, [], batch.document_lengths, rows_P)
-        outputs = [self.recomputed(self.midlayer.finish, attended_PND, hidden_TH[rows_P])]
+        outputs = [self.recomputed(self._finish, attended_PND, hidden_TH[rows_P])]
         diagonals: list[tuple[Tensor, Tensor]] = []
         for step in range(1, num_steps):
             ids_P, position_P = batch.known_tokens(step)[rows_P], batch.position_T[rows_P] + step
             query_PND, step_key, step_value = self.recomputed(self._project, outputs[-1], ids_P, position_P)
             diagonals.append((step_key, step_value))
             attended_PND = ttt_attention(query_PND, key_TMD, value_TMD, diagonals, batch.document_lengths, rows_P)
-            outputs.append(self.recomputed(self.midlayer.finish, attended_PND, outputs[-1]))
+            outputs.append(self.recomputed(self._finish, attended_PND, outputs[-1]))
         return outputs
+
+    def _joined(self, aux_TX: Tensor) -> Tensor:
+        """[T, H]: the target's states in one."""
+        aux_TX = aux_TX.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            aux_TX = self.input_norm(aux_TX)
+        if self.fc_norm is not None:
+            chunks = aux_TX.chunk(len(self.fc_norm), dim=-1)
+            aux_TX = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(aux_TX)
+
+    def _finish(self, attended_TND: Tensor, hidden_TH: Tensor) -> Tensor:
+        """[T, H]: what is drafted from and gone on from, after the attention that `hidden_TH` asked for."""
+        residual_TH = self.midlayer.hidden_norm(hidden_TH) if "norm_before_residual" in self.config.norms else hidden_TH
+        output_TH = self.midlayer.finish(attended_TND, residual_TH)
+        return self.norm(output_TH) if "norm_output" in self.config.norms else output_TH
+
+    def _normed(self, output_TH: Tensor) -> Tensor:
+        """What `lm_head` reads."""
+        return output_TH if "norm_output" in self.config.norms else self.norm(output_TH)
 
     def _project(self, hidden_TH: Tensor, token_ids_T: Tensor, position_T: Tensor, rows_P: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (at the given rows), keys and values of the layer."""
@@ -249,20 +281,20 @@ class Eagle3(Drafter):
     @torch.no_grad()
     def read(self, cache: DraftCache, verified: VerifiedStates, num_drafts: int) -> Guess:
         assert verified.aux_BnX is not None, "EAGLE-3 asks for auxiliary states"
-        hidden_BnH = self.fc(verified.aux_BnX.to(self.fc.weight.dtype))
+        hidden_BnH = self._joined(verified.aux_BnX)
         position_Bn = cache.verified_positions(hidden_BnH.shape[1])
         query_BnND, key_BnMD, value_BnMD = self._project(hidden_BnH, verified.next_ids_Bn, position_Bn)
         # One layer: the earlier new positions only add keys, and drafting needs the output of the newest.
         attended_B1ND = cache.read(query_BnND, key_BnMD, value_BnMD, verified.num_new_B)
-        return self._guess(self.midlayer.finish(attended_B1ND, verified.newest(hidden_BnH)))
+        return self._guess(self._finish(attended_B1ND, verified.newest(hidden_BnH)))
 
     @torch.no_grad()
     def extend(self, cache: DraftCache, hidden_BnH: Tensor, token_ids_Bn: Tensor, sees_Bnm: Tensor) -> Guess:
         query_BnND, key_BnMD, value_BnMD = self._project(hidden_BnH, token_ids_Bn, cache.node_positions(hidden_BnH.shape[1]))
-        return self._guess(self.midlayer.finish(cache.extend(query_BnND, key_BnMD, value_BnMD, sees_Bnm), hidden_BnH))
+        return self._guess(self._finish(cache.extend(query_BnND, key_BnMD, value_BnMD, sees_Bnm), hidden_BnH))
 
     def _guess(self, hidden_BnH: Tensor) -> Guess:
-        return Guess(self.lm_head(self.norm(hidden_BnH)), hidden_BnH)
+        return Guess(self.lm_head(self._normed(hidden_BnH)), hidden_BnH)
 
     def _greedy(self, hidden_TH: Tensor) -> Tensor:
         """int64 [T] most likely target ids, logits computed a block of rows at a time."""

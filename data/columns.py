@@ -137,8 +137,8 @@ class ColumnConfig:
         pairs = ", ".join(" and ".join(pair) for pair in _PAIRS[:3])
         return (
             f"{where} has the columns {shown or '(none)'}; expected {'data.columns.' + ' and '.join(asked) + ', or ' if asked else ''}"
-            f"one of {', '.join(TURN_LIST_KEYS)}, or a pair like {pairs}: say which hold the conversation with columns.turns, or "
-            "columns.prompt and columns.response"
+            f"one of {', '.join(TURN_LIST_KEYS)}, or a pair like {pairs}: say which hold the conversation with "
+            "--data.columns.turns, or --data.columns.prompt and --data.columns.response (data.tokenize: --columns.turns ...)"
         )
 
     def require_use(self, is_used: bool, used: Mapping[str, Collection[str]]) -> None:

@@ -161,7 +161,7 @@ def read_hub(source: str, columns: ColumnConfig, streaming: bool) -> Iterator[Re
         if isinstance(error, DatasetNotFoundError):
             hint = "; a private or gated one needs `hf auth login` or HF_TOKEN"
         elif isinstance(error, ConnectionError) and streaming:
-            hint = "; one that was downloaded before is read without a network with data.streaming False"
+            hint = "; one that was downloaded before is read without a network with --data.no-streaming"
         raise DataError(f"no file or folder is named {source!r}, and the Hub gave no dataset of that id: {one_line(error)}{hint}") from error
     if streaming:
         yield from _read_stream(dataset, named.name, columns, f"the Hub stopped giving {source}")

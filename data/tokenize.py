@@ -43,6 +43,7 @@ def show(
     max_length: int = 2048,
     strict: bool = False,
     columns: ColumnConfig = KNOWN_COLUMNS,
+    streaming: bool = True,
 ) -> None:
     """Prints conversations as the target sees them, the supervised tokens in colour.
 
@@ -53,6 +54,7 @@ def show(
         max_length: most tokens of a conversation.
         strict: whether a damaged source is an error.
         columns: which columns of the source hold the conversation, where their names are not the usual ones.
+        streaming: whether a Hub dataset is read as it comes; otherwise it is downloaded into the Hub client's cache first.
 
     Raises:
         ValueError: if the source or the tokenizer cannot be read.
@@ -61,7 +63,7 @@ def show(
     console = Console()
     report = DataReport()
     num_shown = 0
-    conversations = read_conversations(source, report, strict=strict, columns=columns)
+    conversations = read_conversations(source, report, strict=strict, columns=columns, streaming=streaming)
     while num_shown < show and (conversation := next(conversations, None)) is not None:
         (sample,) = chat.tokenize([conversation], max_length)
         if isinstance(sample, SampleError):
@@ -104,4 +106,5 @@ if __name__ == "__main__":
     try:
         tyro.cli(show)
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

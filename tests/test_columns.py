@@ -118,7 +118,7 @@ def test_a_source_without_a_fitting_column_is_an_error_that_lists_its_columns(tm
         Dataset.from_list(rows).to_parquet(str(path))
     else:
         path.write_text(json.dumps(rows) if suffix == "json" else "".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match=r"has the columns ask, reply, n; expected one of conversations, messages.*columns\.prompt"):
+    with pytest.raises(DataError, match=r"has the columns ask, reply, n; expected one of conversations, messages.*--data\.columns\.prompt"):
         read(path)
     with pytest.raises(DataError, match=r"has the columns ask, reply, n; expected data.columns.prompt 'question' and response 'reply', or one of"):
         read(path, prompt="question", response="reply")

@@ -322,7 +322,7 @@ def test_a_dataset_that_was_downloaded_is_read_without_a_network(hub: Hub, tmp_p
     (offline,) = read_in_process("download", ["acme/chats"], "http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE="1")
     assert online["asked"] == offline["asked"] == TRAIN
     (streamed,) = read_in_process("stream", ["acme/chats"], "http://127.0.0.1:9", tmp_path / "empty", HF_HUB_OFFLINE="1")
-    assert "data.streaming" in streamed["error"] and "\n" not in streamed["error"]
+    assert "--data.no-streaming" in streamed["error"] and "\n" not in streamed["error"]
 
 
 def test_a_hub_that_fails_in_the_middle_is_one_line_that_says_after_how_many_records(hub: Hub, tmp_path: Path) -> None:

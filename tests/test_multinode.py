@@ -1,8 +1,8 @@
 """Two nodes, by every launcher that the examples in launch/ name, end like one process; and a node that dies loses nothing.
 
 Both nodes are this machine: 127.0.0.1 and 127.0.0.2, one process each, on the CPU. Real are the launchers, the processes and what they say to each
-other over TCP. Stand-ins are Slurm's own commands, and pdsh and ssh, which run here what they would run there: without the caller's variables, as
-sshd does.
+other over TCP; ssh, sshd and pdsh too, where they are installed. Stand-ins are Slurm's own commands, and otherwise pdsh and ssh, which run here what
+they would run there: without the caller's variables, as sshd does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -168,33 +169,73 @@ def test_a_node_that_dies_ends_the_other_and_the_same_command_goes_on(launcher: 
     assert_same_run(run_dir, reference)
 
 
-# Runs a command on every host of -w, as pdsh does: %n is the host's number, the exit code (-S) the largest.
+# Runs a command on every host of -w, as pdsh does: %n is the host's number, the exit code (-S) the largest; each side is logged like ssh's.
 PDSH = f"""#!{sys.executable}
 import os, subprocess, sys
 words = sys.argv[sys.argv.index("-w") + 2 :]
 commands = [" ".join(words).replace("%n", str(n)) for n, _ in enumerate(sys.argv[sys.argv.index("-w") + 1].split(","))]
-open("pdsh.log", "w").write("\\n".join(commands))
+open("ssh.log", "a").write("".join(f"{{command}}\\n" for command in commands))
 bare = {{name: os.environ[name] for name in ("HOME", "PATH")}}
 sys.exit(max([process.wait() for process in [subprocess.Popen(["/bin/sh", "-c", command], env=bare) for command in commands]]))
 """
 SSH = """#!/bin/sh
 case "$*" in *"hostname -I") echo 127.0.0.1;; esac
 """
+SSHD_CONFIG = """Port {port}
+ListenAddress 127.0.0.1
+ListenAddress 127.0.0.2
+HostKey {folder}/key
+PidFile {folder}/pid
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+"""
+SSH_CONFIG = """Host *
+    IdentityFile {folder}/key
+    IdentitiesOnly yes
+    StrictHostKeyChecking no
+    UserKnownHostsFile /dev/null
+    LogLevel ERROR
+"""
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+HAS_SSH = SSHD is not None and shutil.which("pdsh") is not None and shutil.which("ssh-keygen") is not None
 
 
-def test_a_hostfile_with_ssh_ends_like_one_process_and_takes_the_stated_variables_along(launcher: Any, start: Any, reference: Path) -> None:
+@pytest.fixture
+def ssh_options(launcher: Any, start: Any) -> list[str]:
+    """Has `ssh` and `pdsh` in the folder `tools` reach both nodes: the real ones and an sshd of this test's own where they are installed."""
     tools = launcher.runs_dir / "tools"
-    write_tool(tools, "pdsh", PDSH)
-    write_tool(tools, "ssh", SSH)
+    if not HAS_SSH:
+        write_tool(tools, "pdsh", PDSH)
+        write_tool(tools, "ssh", SSH)
+        return []
+    folder, port = launcher.runs_dir / "sshd", free_port()
+    folder.mkdir()
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
+    (folder / "sshd_config").write_text(SSHD_CONFIG.format(port=port, folder=folder))
+    (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
+    if os.geteuid() == 0:  # then sshd wants it
+        Path("/run/sshd").mkdir(exist_ok=True)
+    start([str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")])
+    real = shutil.which("ssh")
+    write_tool(tools, "ssh", f"""#!/bin/sh\necho "$*" >>{launcher.runs_dir}/ssh.log\nexec {real} -F {folder}/ssh_config "$@"\n""")
+    return ["--ssh_port", str(port), "--master_addr", "127.0.0.1"]
+
+
+def test_a_hostfile_with_ssh_ends_like_one_process_and_takes_the_stated_variables_along(
+    launcher: Any, start: Any, reference: Path, ssh_options: list[str]
+) -> None:
     # Both in the folder in which the launcher is started; without the second, ranks would have as many threads as the machine has cores.
     (launcher.runs_dir / ".deepspeed_env").write_text("HF_HUB_OFFLINE=1\nOMP_NUM_THREADS=1\n")
-    command = [str(BINARIES / "deepspeed"), "--hostfile", str(write_hostfile(launcher.runs_dir)), "--master_port", str(free_port())]
+    where = ["--hostfile", str(write_hostfile(launcher.runs_dir)), "--master_port", str(free_port()), *ssh_options]
     script = [str(launcher.checkout / "launch" / "train_eagle3.py"), *options(launcher, "two")]
-    assert_both_end_well(start([*command, *script], PATH=f"{tools}:{os.environ['PATH']}", WANDB_MODE="offline"))
+    path = f"{launcher.runs_dir / 'tools'}:{os.environ['PATH']}"
+    assert_both_end_well(start([str(BINARIES / "deepspeed"), *where, *script], PATH=path, WANDB_MODE="offline"))
     assert_same_run(launcher.runs_dir / "two", reference)
-    sent = (launcher.runs_dir / "pdsh.log").read_text().splitlines()
+    sent = [line for line in (launcher.runs_dir / "ssh.log").read_text().splitlines() if "deepspeed.launcher.launch" in line]
     assert len(sent) == 2
-    for number, line in enumerate(sent):
+    for number, line in enumerate(sorted(sent, key=lambda line: line[line.index("--node_rank") :])):
         assert f"--node_rank={number} --master_addr=127.0.0.1" in line
         assert "export HF_HUB_OFFLINE=1; " in line and "export OMP_NUM_THREADS=1; " in line
         assert "WANDB_MODE" not in line  # which is why launch/hostfile.example tells of .deepspeed_env

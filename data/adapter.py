@@ -127,7 +127,7 @@ def merge_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> PreTrainedMo
     from peft import PeftModel  # here, because it takes a second that targets without an adapter need not wait
 
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    if adapter.vocab_size is not None and adapter.vocab_size != model.get_input_embeddings().weight.shape[0]:
+    if adapter.vocab_size is not None and adapter.vocab_size != model.config.get_text_config().vocab_size:
         model.resize_token_embeddings(adapter.vocab_size, mean_resizing=False)
     embed: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()

@@ -189,9 +189,9 @@ def target_fingerprint(config: TargetConfig) -> str:
     """
     base, adapter = base_and_adapter(config)
     if adapter is not None:
-        folder, name = Path(adapter.name), adapter.name
-        commit = extract_commit_hash(str(adapter.folder / ADAPTER_CONFIG), None) or "main"
-        return f"{target_fingerprint(base)}+{_folder_fingerprint(folder) if folder.is_dir() else f'{name}@{commit}'}"
+        commit = extract_commit_hash(str(adapter.folder / ADAPTER_CONFIG), None)
+        is_local = Path(adapter.name).is_dir()
+        return f"{target_fingerprint(base)}+{_folder_fingerprint(adapter.folder) if is_local else f'{adapter.name}@{commit}'}"
     folder = Path(config.model)
     if not folder.is_dir():
         _outer_config(config)

@@ -225,7 +225,7 @@ def answered(target: Target, count: int, seed: int) -> list[Trajectory]:
     return [Trajectory(tuple(prompt), tuple(answer.answer_ids), tuple(answer.extra_ids)) for prompt, answer in pairs]
 
 
-def trained(target_config: TargetConfig, drafter_config: DrafterConfig, num_steps: int) -> tuple[Drafter, list[float], Target, Any]:
+def trained(target_config: TargetConfig, drafter_config: DrafterConfig, num_steps: int, rate: float = 3e-3) -> tuple[Drafter, list[float], Target, Any]:
     """A drafter after some steps on the target's own answers; its losses; the target and the pack."""
     hf_config, drafter_class = target_hf_config(target_config), load_drafter_class(drafter_config.algorithm)
     check_plain_logits(hf_config)
@@ -237,7 +237,7 @@ def trained(target_config: TargetConfig, drafter_config: DrafterConfig, num_step
     drafter = drafter_class(drafter_config, hf_config, load_target_heads(target_config, "cpu", torch.float32), vocabulary)
     [pack] = trajectory_features(target, answered(target, 12, seed=1), drafter.request, pack_tokens=10**6)
     batch = drafter_batch(pack.features)
-    optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=3e-3), []
+    optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=rate), []
     for step in range(num_steps):
         drafter.schedule(step, num_steps)
         loss = drafter(batch).loss_sum / drafter.num_supervised(batch)
@@ -370,10 +370,10 @@ def test_vllm_accepts_of_each_family_what_we_measure(saved: Any, tmp_path: Path)
     environment = worker_environment() | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("w") as file:
         command = [str(engine_python()), "-I", "-c", _LOOP, str(ROOT / "eval"), *map(str, jobs)]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=file, stderr=file, timeout=400)
+        done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=file, stderr=file, timeout=900)
     assert done.returncode == 0, log.read_text()[-3000:]
     for (name, _), job_path in zip(IN_VLLM, jobs, strict=True):
         counters = json.loads(Path(f"{job_path}.result").read_text())["counters"]
         found = [accepted / counters["num_drafts"] for accepted in counters["accepted_per_position"]]
         assert expected[name][0] > 0.1, f"{name}: nothing to find"
-        assert found == pytest.approx(expected[name], abs=0.01), name
+        assert found == pytest.approx(expected[name], abs=0.005), name

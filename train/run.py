@@ -502,8 +502,9 @@ class Run:
             drafter = self.build_drafter()
             drafter.load_trained(load_file(best_weights(self.run_dir)))
             config, is_own = self.config, self.config.drafter.trains_target
-            is_merged = self.adapter is not None and not is_own
-            served, adapter = (self.base.model, self.adapter.name) if is_merged else (self.served_target.model, None)
+            served, adapter = self.served_target.model, None
+            if self.adapter is not None and not is_own:
+                served, adapter = self.base.model, self.adapter.name
             provenance = collect_provenance(served, target_fingerprint(self.served_target), to_json(self.given), adapter)
             original, facts = (self._original_name(), self._backbone_facts()) if is_own else (None, None)
             export_drafter(

@@ -211,13 +211,26 @@ def llama_layer(tensors: dict[str, Tensor], prefix: str, input_nC: Tensor, resid
     return hidden + (nn.functional.silu(gate) * up) @ tensors[f"{prefix}.mlp.down_proj.weight"].T
 
 
-def eagle3_logits(tensors: dict[str, Tensor], layer: str, aux_nX: Tensor, embed_nH: Tensor, theta: float, factor: float, eps: float) -> Tensor:
+def eagle3_logits(
+    tensors: dict[str, Tensor],
+    layer: str,
+    aux_nX: Tensor,
+    embed_nH: Tensor,
+    theta: float,
+    factor: float,
+    eps: float,
+    has_normed_residual: bool = False,
+) -> Tensor:
     """[n, W]: of the first draft at each position, from the target's states and the embedding of the token after each."""
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    if "fc_norm.0.weight" in tensors:
+        aux_nX = torch.cat([rms_norm(aux_nX[:, i * H : (i + 1) * H], tensors[f"fc_norm.{i}.weight"], eps) for i in range(3)], dim=-1)
     hidden_nH = aux_nX @ tensors["fc.weight"].T
     embed_nH = rms_norm(embed_nH, tensors[f"{layer}.input_layernorm.weight"], eps)
-    joined = torch.cat([embed_nH, rms_norm(hidden_nH, tensors[f"{layer}.hidden_norm.weight"], eps)], dim=-1)
-    return rms_norm(llama_layer(tensors, layer, joined, hidden_nH, theta, factor, eps), tensors["norm.weight"], eps) @ tensors["lm_head.weight"].T
+    normed_nH = rms_norm(hidden_nH, tensors[f"{layer}.hidden_norm.weight"], eps)
+    residual_nH = normed_nH if has_normed_residual else hidden_nH
+    output_nH = llama_layer(tensors, layer, torch.cat([embed_nH, normed_nH], dim=-1), residual_nH, theta, factor, eps)
+    return rms_norm(output_nH, tensors["norm.weight"], eps) @ tensors["lm_head.weight"].T
 
 
 def eagle1_logits(tensors: dict[str, Tensor], last_nH: Tensor, embed_nH: Tensor, head_VH: Tensor, theta: float, eps: float) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,16 @@ def test_the_names_that_each_tool_loads_are_written(tmp_path: Path, tiny_target:
     assert speculators["transformer_layer_config"]["model_type"] == "llama"
 
 
+def test_safeailabs_eagle1_code_is_told_that_there_is_no_bias(tmp_path: Path) -> None:
+    """It makes one, at random, unless its config says no."""
+    convert(write_layout(tmp_path / "source", "safeailab eagle1"), tmp_path / "ours", "headstart")
+    written = convert(tmp_path / "ours", tmp_path / "back", "safeailab")
+    assert {name: written[name] for name in SAFEAILAB_EAGLE1.keys() & written.keys()} == {
+        name: value for name, value in SAFEAILAB_EAGLE1.items() if name in written
+    }
+    assert written["bias"] is False
+
+
 def test_medusa_is_written_with_what_its_own_loader_reads(tmp_path: Path) -> None:
     convert(write_layout(tmp_path / "source", "medusa"), tmp_path / "ours", "headstart")
     written = convert(tmp_path / "ours", tmp_path / "back", "medusa")  # the target's name was in the source
@@ -199,6 +211,8 @@ def ours_logits(folder: Path, target: Path, states: dict[str, Any], aux_layers: 
         ("safeailab eagle3", (2, 3, 4), 10000.0, 1.0, 1e-5),  # no rope_theta in its config: 10000
         ("specforge", (2, 3, 4), 20000.0, 2.0, 1e-5),
         ("speculators", (1, 3, 6), 3000.0, 1.0, 1e-6),  # no rms_norm_eps in its config: transformers' default
+        ("speculators with norms", (1, 3, 6), 3000.0, 1.0, 1e-6),
+        ("specforge with norms", (2, 3, 4), 20000.0, 2.0, 1e-5),
     ],
 )
 def test_an_imported_eagle3_head_drafts_as_its_own_tool_would(
@@ -207,8 +221,9 @@ def test_an_imported_eagle3_head_drafts_as_its_own_tool_would(
     source = write_layout(tmp_path / "source", layout)
     convert(source, tmp_path / "ours", "headstart", "--target", str(tiny_target))
     aux = torch.cat([states["hidden"][layer] for layer in aux_layers], dim=-1)
-    layer = "layers.0" if layout == "speculators" else "midlayer"
-    expected = eagle3_logits(stored(source, layout), layer, aux[:-1], states["embed"][states["ids"][1:]], theta, factor, eps)
+    layer = "layers.0" if layout.startswith("speculators") else "midlayer"
+    is_normed = layout == "speculators with norms"
+    expected = eagle3_logits(stored(source, layout), layer, aux[:-1], states["embed"][states["ids"][1:]], theta, factor, eps, is_normed)
     torch.testing.assert_close(ours_logits(tmp_path / "ours", tiny_target, states, aux_layers)[0], expected, rtol=1e-4, atol=1e-4)
     drafter = exported_drafter(tmp_path / "ours", TargetConfig(str(tiny_target), dtype="float32"), torch.device("cpu"))
     assert torch.equal(drafter.draft_ids_W, draft_ids())
@@ -577,3 +592,34 @@ def test_an_exported_run_reads_like_any_other_source(tmp_path: Path, tiny_target
     assert json.loads((tmp_path / "theirs" / "converted.json").read_text())["algorithm"] == "medusa2"
     _, tensors = read_export(tmp_path / "ours")
     save_file(tensors, tmp_path / "ours" / "model.safetensors")
+
+
+# --- from the Hub ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_hub_id_is_a_source_like_a_folder(tmp_path: Path, loopback_hub: Any) -> None:
+    """The real client, in a process of its own: its settings are read when it is imported."""
+    source = write_layout(tmp_path / "source", "safeailab eagle3")
+    loopback_hub.repositories["someone/EAGLE3-tiny"] = {"private": False, "branches": {}, "commits": {}}
+    stored_files = {path.name: loopback_hub.store(path.read_bytes(), is_large=path.suffix == ".bin") for path in source.iterdir()}
+    loopback_hub.commit("someone/EAGLE3-tiny", "main", stored_files)
+
+    out = tmp_path / "ours"
+    wanted = [["someone/else"], ["someone/EAGLE3-tiny", "--revision", "v9"], ["someone/EAGLE3-tiny"]]
+    calls = [[source_id, str(out), "--to", "headstart", *options] for source_id, *options in wanted]
+    script = "import json, sys; from checkpoints.convert import main; print([main(call) for call in json.loads(sys.argv[1])])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(calls)],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, **loopback_hub.environment(token=None)},
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1] == "[2, 2, 0]", done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
+        f"error: {name} is neither a local folder nor on the Hub, or it is private and you are not logged in"
+        for name in ("someone/else", "someone/EAGLE3-tiny at v9")
+    ]
+    assert "from someone/EAGLE3-tiny (pytorch_model.bin)" in done.stdout
+    assert same(load_file(out / "model.safetensors"), stored(source, "safeailab"))

@@ -22,6 +22,7 @@ EngineName = Literal["vllm", "sglang"]
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[^\s]+)")
 _POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 _VLLM_DRAFTS = "vllm:spec_decode_num_drafts_total"
+_VLLM_DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 _VLLM_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 _VLLM_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 _SGLANG_VERIFICATIONS = "sglang:spec_verify_calls_total"
@@ -35,11 +36,13 @@ class DraftCounts:
 
     Attributes:
         num_verifications: forwards of the target that checked drafts, one for each request in a batch.
+        num_drafted: drafts that were checked; None where the engine does not say.
         num_accepted: accepted drafts.
         accepted_at: verifications in which drafts 0..p were all accepted, for each p; empty where the engine does not say.
     """
 
     num_verifications: int
+    num_drafted: int | None
     num_accepted: int
     accepted_at: tuple[int, ...]
 
@@ -53,6 +56,7 @@ class DraftCounts:
             raise EngineError("the server's counters went back: it was started again in between, so measure again")
         return DraftCounts(
             self.num_verifications - earlier.num_verifications,
+            None if self.num_drafted is None or earlier.num_drafted is None else self.num_drafted - earlier.num_drafted,
             self.num_accepted - earlier.num_accepted,
             tuple(now - then for now, then in zip(self.accepted_at, earlier.accepted_at, strict=True)),
         )
@@ -77,8 +81,10 @@ def draft_counts(text: str, engine: EngineName) -> DraftCounts:
 
 
 def _vllm_counts(values: Mapping[str, int], by_position: Mapping[int, int]) -> DraftCounts:
-    _require(values, (_VLLM_DRAFTS, _VLLM_ACCEPTED, _VLLM_PER_POSITION), "it has no drafter, or runs with --disable-log-stats, or is another version")
-    return DraftCounts(values[_VLLM_DRAFTS], values[_VLLM_ACCEPTED], tuple(by_position[position] for position in sorted(by_position)))
+    names = (_VLLM_DRAFTS, _VLLM_DRAFTED, _VLLM_ACCEPTED, _VLLM_PER_POSITION)
+    _require(values, names, "it has no drafter, or runs with --disable-log-stats, or is another version")
+    accepted_at = tuple(by_position[position] for position in sorted(by_position))
+    return DraftCounts(values[_VLLM_DRAFTS], values[_VLLM_DRAFTED], values[_VLLM_ACCEPTED], accepted_at)
 
 
 def _sglang_counts(values: Mapping[str, int]) -> DraftCounts:
@@ -86,7 +92,7 @@ def _sglang_counts(values: Mapping[str, int]) -> DraftCounts:
     if not any(name.startswith("sglang:") for name in values):
         _require(values, (_SGLANG_VERIFICATIONS,), "start it with --enable-metrics")
     verifications = values.get(_SGLANG_VERIFICATIONS, 0)
-    return DraftCounts(verifications, values.get(_SGLANG_TOKENS, 0) - values.get(_SGLANG_REQUESTS, 0) - verifications, ())
+    return DraftCounts(verifications, None, values.get(_SGLANG_TOKENS, 0) - values.get(_SGLANG_REQUESTS, 0) - verifications, ())
 
 
 def _require(values: Mapping[str, int], names: tuple[str, ...], remedy: str) -> None:

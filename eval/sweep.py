@@ -233,6 +233,7 @@ async def _measure(
         num_retries=sum(completion.num_retries for completion in completions),
         acceptance=_acceptance(counts, run) if counts else None,
         num_verifications=counts.num_verifications if counts else 0,
+        num_drafted=counts.num_drafted if counts else 0,
         outputs=[completion.token_ids for completion in completions],
     )
 

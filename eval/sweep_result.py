@@ -37,7 +37,7 @@ class ServerMeasurement:
         first_token_s, later_token_s, request_s: of each answer: to its first token, each token after it, and the whole.
         num_retries: requests that were tried again; the tries count in the engine's counters too.
         acceptance: by the engine's counters; None where it drafts nothing.
-        num_verifications: counted; zero where it drafts nothing.
+        num_verifications, num_drafted: counted; zero where it drafts nothing, None where the engine does not say.
         outputs: token ids.
     """
 
@@ -48,6 +48,7 @@ class ServerMeasurement:
     num_retries: int
     acceptance: Acceptance | None
     num_verifications: int
+    num_drafted: int | None
     outputs: list[list[int]]
 
     @property
@@ -167,30 +168,29 @@ def write_sweep(path: Path, result: SweepResult) -> None:
 
 
 def print_sweep(result: SweepResult, console: Console) -> None:
-    """The table, and whether the check has passed."""
-    table = Table("at once", "", "tokens/s", "speed-up", "first token ms", "later tokens ms", "request s", "tau", "joint acceptance", "identical")
+    """The tables, and whether the check has passed."""
+    speeds = Table("at once", "tokens/s", "without drafter", "speed-up", "tau", "joint acceptance", "identical")
+    latencies = Table("at once", "", "first token ms", "later token ms", "request s")
     for level in result.levels:
-        sides = [("drafter", level.drafted), ("plain", level.plain)]
-        for name, measured in sides:
-            if measured is not None:
-                is_drafted = name == "drafter"
-                table.add_row(
-                    str(level.concurrency) if is_drafted else "",
-                    name,
-                    f"{measured.tokens_per_s:.1f}",
-                    f"{level.speedup:.2f}" if is_drafted and level.speedup else "",
-                    _span(measured.first_token_s, 1e3),
-                    _span(measured.later_token_s, 1e3),
-                    _span(measured.request_s, 1.0),
-                    f"{measured.acceptance.tau:.3f}" if measured.acceptance else "",
-                    " ".join(f"{share:.3f}" for share in measured.acceptance.joint_acceptance) if measured.acceptance else "",
-                    f"{result.num_identical(level)} of {result.num_outputs}" if is_drafted else "",
-                    end_section=not is_drafted or level.plain is None,
-                )
-    console.print(table)
-    console.print("times: median / 99th percentile")
+        measured, plain, acceptance = level.drafted, level.plain, level.drafted.acceptance
+        speeds.add_row(
+            str(level.concurrency),
+            f"{measured.tokens_per_s:.1f}",
+            f"{plain.tokens_per_s:.1f}" if plain else "",
+            f"{level.speedup:.2f}" if level.speedup else "",
+            f"{acceptance.tau:.3f}" if acceptance else "",
+            " ".join(f"{share:.3f}" for share in acceptance.joint_acceptance) if acceptance else "",
+            f"{result.num_identical(level)} of {result.num_outputs}",
+        )
+        for name, side in (("with drafter", measured), ("without", plain)):
+            if side is not None:
+                times = _span(side.first_token_s, 1e3), _span(side.later_token_s, 1e3), _span(side.request_s, 1.0)
+                latencies.add_row(str(level.concurrency), name, *times, end_section=side is plain)
     joint = " ".join(f"{share:.3f}" for share in result.ours.joint_acceptance)
-    console.print(f"ours: tau {result.ours.tau:.3f}, joint acceptance {joint}")
+    speeds.add_row("ours", "", "", "", f"{result.ours.tau:.3f}", joint)
+    console.print(speeds)
+    console.print(latencies)
+    console.print("times: median / 99th percentile")
     for level in result.levels:
         for found in level.differences or ():
             where = f"prompt {found.prompt} differs from token {found.position} at concurrency {level.concurrency}"

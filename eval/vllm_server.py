@@ -26,6 +26,7 @@ from rich.console import Console
 from data.vllm_engine import EngineError, engine_python, worker_environment
 from eval.process_guard import start_guarded, stop_guarded
 
+COMMAND_LINE = Path(__file__).with_name("vllm_cli.py")
 LOG_TAIL_LINES = 20
 _POLL_S = 0.25
 _SECONDS_BETWEEN_LINES = 15.0
@@ -85,7 +86,7 @@ def vllm_server(
     port = _free_port()
     folder = Path(target)
     command = [
-        *(str(engine_python()), "-I", "-m", "vllm.entrypoints.cli.main", "serve", str(folder.resolve()) if folder.is_dir() else target),
+        *(str(engine_python()), "-I", str(COMMAND_LINE), "serve", str(folder.resolve()) if folder.is_dir() else target),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", target, "--dtype", dtype, "--seed", "0"),
         *(() if revision is None else ("--revision", revision)),
         *(() if speculative is None else ("--speculative-config", json.dumps(speculative))),

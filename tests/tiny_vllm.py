@@ -1,6 +1,6 @@
 """A small real HTTP server in the place of `vllm serve`: it takes the same arguments and speaks the same API, and misbehaves as told.
 
-    python tests/tiny_vllm.py ... serve TARGET --port P --served-model-name NAME [--speculative-config JSON]
+    python tests/tiny_vllm.py -I SCRIPT serve TARGET --port P --served-model-name NAME [--speculative-config JSON]
 
 Not a test: tests/test_serve_http.py starts it. The environment variable TINY_VLLM names a JSON file with `run`, a finished run whose answers it
 gives and whose acceptance it counts, and any of these faults:
@@ -144,7 +144,7 @@ def metrics():
 
 parser = argparse.ArgumentParser()
 parser.add_argument("-I", action="store_true")
-parser.add_argument("-m")
+parser.add_argument("script")
 parser.add_argument("command")
 parser.add_argument("target")
 parser.add_argument("--port", type=int)

@@ -46,7 +46,7 @@ def drafter_card(algorithm: str, provenance: Provenance, draft_length: int, orig
             "",
             "## It fits the base with its adapter",
             "",
-            f"Serve it with {provenance.target} and the adapter {provenance.adapter} merged into one model: the run's `target/`, or what this writes again:",
+            f"Serve it with {provenance.target} and the adapter {provenance.adapter} merged into one model: the run's `target/`, or what this writes:",
             "",
             "```bash",
             f"python -m data.merge_adapter --target.model {provenance.target} --target.adapter {provenance.adapter} --out THE_MERGED_TARGET",

@@ -72,6 +72,13 @@ def draft_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
     return {"rope_type": "default"} | {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
 
 
+def sliding_window_of(target_config: PretrainedConfig) -> int | None:
+    """Tokens that every layer of the target sees; None where some layer sees everything."""
+    fields = target_config.get_text_config().to_dict()
+    kinds = fields.get("layer_types") or ["sliding_attention"]
+    return fields.get("sliding_window") if all(kind == "sliding_attention" for kind in kinds) else None
+
+
 def rope_fields(target_config: PretrainedConfig) -> dict[str, Any]:
     """The draft's rotary embedding in every spelling that an engine reads.
 
@@ -165,6 +172,9 @@ def eagle3_config(
     }
     if text.hidden_size != dimensions.hidden_size:
         config["target_hidden_size"] = text.hidden_size
+    if sliding_window_of(target_config) is not None:
+        # vLLM 0.32.0 gives a draft layer the window of a target whose layers all slide, unless the layer has one of its own: this one holds it all.
+        config |= {"layer_types": ["sliding_attention"], "sliding_window": text.max_position_embeddings}
     return config
 
 

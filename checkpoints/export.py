@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from checkpoints.draft_config import CONFIG_BUILDERS, Dimensions
+from checkpoints.draft_config import CONFIG_BUILDERS, Dimensions, sliding_window_of
 from checkpoints.provenance import Provenance
 from checkpoints.serving import (
     ServingFormat,
@@ -84,7 +84,7 @@ def export_drafter(
         save_file(to_write, staging / TENSORS_FILE, metadata={"format": "pt"})
         write_json(staging / CONFIG_FILE, config)
         text = target_config.get_text_config()
-        limits = engine_limits(config, text.num_hidden_layers) | target_limits(algorithm, text.model_type)
+        limits = engine_limits(config, text.num_hidden_layers) | target_limits(algorithm, text.model_type, sliding_window_of(text))
         write_json(staging / PROVENANCE_FILE, {"algorithm": algorithm, "engine_limits": limits, **provenance.to_json()})
         (staging / CARD_FILE).write_text(card)
         _check_reload(staging, to_write)

@@ -307,13 +307,20 @@ _VLLM_WITHOUT_AUX_STATES = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "m
 _VLLM_WITHOUT_LM_HEAD = ("gemma2",)
 
 
-def target_limits(algorithm: str, family: str) -> dict[str, str]:
-    """Why an engine cannot serve drafters of this algorithm for targets of this family (`model_type`), by engine; empty where none is known."""
+def target_limits(algorithm: str, family: str, sliding_window: int | None = None) -> dict[str, str]:
+    """Why an engine cannot serve drafters of this algorithm for such targets with full acceptance, by engine; empty where no reason is known.
+
+    Args:
+        family: the target's `model_type`.
+        sliding_window: tokens that every layer of the target sees; None where some layer sees everything.
+    """
     vllm = f"vLLM {FORMATS['eagle3'].engines['vllm'].version}"
     if serving_format(algorithm).name == "eagle3" and family in _VLLM_WITHOUT_AUX_STATES:
         return {"vllm": f"{vllm} reads no auxiliary states of {family} targets; Medusa heads (recipes/medusa1.py) need none"}
     if serving_format(algorithm).name == "eagle1" and family in _VLLM_WITHOUT_LM_HEAD:
         return {"vllm": f"{vllm} finds no lm_head in {family} targets for an EAGLE-1 head to use; Medusa heads (recipes/medusa1.py) have their own"}
+    if serving_format(algorithm).name == "eagle1" and sliding_window is not None:
+        return {"vllm": f"{vllm} shows an EAGLE-1 layer only the last {sliding_window} tokens, as the target's layers: longer contexts accept less"}
     return {}
 
 

@@ -36,7 +36,7 @@ from safetensors.torch import load_file
 from transformers import PretrainedConfig
 
 from checkpoints.card import backbone_card, drafter_card
-from checkpoints.draft_config import draft_dimensions
+from checkpoints.draft_config import draft_dimensions, sliding_window_of
 from checkpoints.export import export_drafter
 from checkpoints.hub import upload_after_run
 from checkpoints.hub_client import check_can_upload
@@ -149,10 +149,10 @@ class Run:
         self.target_config = target_hf_config(self.config.target)
 
     def _say_engine_limits(self) -> None:
-        """Said before any work: an engine that cannot serve this pair of target and algorithm."""
-        for engine, reason in target_limits(self.config.drafter.algorithm, self.target_config.model_type).items():
-            if self.processes.is_main:
-                print(f"note: {engine} will not serve this drafter: {reason}", flush=True)
+        """Said before any work: an engine that cannot serve this pair of target and algorithm, or not as well."""
+        limits = target_limits(self.config.drafter.algorithm, self.target_config.model_type, sliding_window_of(self.target_config))
+        for reason in limits.values() if self.processes.is_main else ():
+            print(f"note: {reason}", flush=True)
 
     # --- data and target ------------------------------------------------------------------------------------------------
 

@@ -170,7 +170,8 @@ class Eagle3(Drafter):
         norms = tuple(name for name in BLOCK_NORMS if export_config.get(name))
         config = Eagle3Config(aux_layers=aux_layers, draft_vocab_size=export_config["draft_vocab_size"], norms=norms)
         # The layer's shape and RoPE come from the checkpoint, as an engine takes them.
-        layer_config = LlamaConfig.from_dict({**export_config, "num_hidden_layers": target.num_hidden_layers})
+        fields = {name: value for name, value in export_config.items() if name != "layer_types"}  # of one layer, which sees everything
+        layer_config = LlamaConfig.from_dict({**fields, "num_hidden_layers": target.num_hidden_layers})
         drafter = cls(config, layer_config, heads, vocabulary)
         drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         return drafter

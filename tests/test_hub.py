@@ -283,7 +283,11 @@ def card(client: Client, runs: Runs) -> ModelCard:
     counts = {"num_outputs": 4, "num_identical_outputs": 4, "num_near_ties": 0, "tokens_per_s": 30.0, "tokens_per_s_plain": 20.0}
     (run / "serve.json").write_text(json.dumps({"engine": "vllm", "engine_version": "0.32.0", "ours": ours, "measured": measured, **counts}))
     config = json.loads((run / "config.json").read_text())
-    config["data"]["sources"] = ["HuggingFaceH4/ultrachat_200k/default:train_sft@v1", "HuggingFaceH4/ultrachat_200k:test", *config["data"]["sources"]]
+    public = ["HuggingFaceH4/ultrachat_200k/default:train_sft@v1", "HuggingFaceH4/ultrachat_200k:test"]
+    config["data"]["sources"] = [*public, "mine/chats", *config["data"]["sources"]]
+    prepared = json.loads((run / "stages" / "prepare.json").read_text())["inputs"]
+    # A folder that was there when the run read it, though its name could be an id of the Hub.
+    record(run, "prepare", inputs={**prepared, "sources": [*prepared["sources"], {"source": "mine/chats", "files": "0123"}]})
     (run / "config.json").write_text(json.dumps(config))
     data_report = {"num_read": 2059, "num_kept": 2043, "num_left_out": 16, "left_out": {"duplicate": {"count": 16}, "empty": {"count": 0}}}
     (run / "data_report.json").write_text(json.dumps(data_report))
@@ -297,7 +301,7 @@ def test_the_hub_reads_what_the_drafter_is(card: ModelCard) -> None:
     assert (data.base_model, data.base_model_relation) == ("some-org/Some-7B", "adapter")
     assert (data.library_name, data.pipeline_tag, data.license) == ("vllm", "text-generation", "apache-2.0")
     assert {"speculative-decoding", "eagle3", "vllm", "sglang"} <= set(data.tags)
-    assert data.datasets == ["HuggingFaceH4/ultrachat_200k"]  # the file beside it is nobody else's business
+    assert data.datasets == ["HuggingFaceH4/ultrachat_200k"]  # what lies on this machine is nobody else's business
 
 
 def test_the_hub_reads_the_results_with_their_conditions(card: ModelCard, runs: Runs) -> None:
@@ -327,7 +331,7 @@ def test_the_card_tells_how_to_serve_what_was_done_and_where_it_ends(card: Model
     assert "## Limits" in text and "It drafts 128 of the target's tokens" in text
     # The run's own name, folders and source paths stay at home.
     assert str(runs.eagle3.parent) not in card.content and "/tmp" not in card.content and "eagle3/export" not in card.content
-    assert "HuggingFaceH4/ultrachat_200k/default:train_sft@v1, HuggingFaceH4/ultrachat_200k:test, sharegpt.json" in text
+    assert "HuggingFaceH4/ultrachat_200k/default:train_sft@v1, HuggingFaceH4/ultrachat_200k:test, chats, sharegpt.json" in text
 
 
 def test_a_card_takes_the_licence_of_a_local_target_and_leaves_out_an_older_exports_counters(client: Client, copied: Path, hub: Any) -> None:

@@ -6,7 +6,9 @@ What wandb and TensorBoard really store is read back from their files: TensorBoa
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import wandb
+from loopback_wandb import KEY, LoopbackWandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -26,7 +28,7 @@ from train.config import LogConfig, RunConfig, to_json
 from train.engine import StepOutput
 from train.metrics import MetricsLog
 from train.trackers import Trackers, check_trackers, numbers
-from train.wandb_files import last_stored_step
+from train.wandb_files import mend_offline_runs
 
 DATA_REPORT = {
     "sources": ["a.json"],
@@ -223,7 +225,10 @@ def wandb_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         trackers = train(run, 4, 9, 1.0, ends=False)
         trackers.finish(REPORT, run.run_dir / "report.html")
         trackers.close()
-        wandb.teardown()  # else processes that later tests start would use this one's service
+        deadline = time.monotonic() + 30  # its process ends a file a moment after `finish` has returned
+        while time.monotonic() < deadline and [row["_step"] for row in history(wandb_files(folder)[-1])][-1:] != [9]:
+            time.sleep(0.05)
+        os.environ.pop("WANDB_SERVICE", None)  # else processes that later tests start would use this one's service
         yield folder
 
 
@@ -260,20 +265,24 @@ def test_the_data_report_the_results_and_the_page_are_in_wandb(wandb_run: Path) 
     assert [entry.path for artifact in artifacts for entry in artifact.manifest.contents if artifact.type == "report"] == ["report.html"]
 
 
-def test_the_last_step_in_wandbs_files_is_known_also_where_a_kill_has_cut_them(wandb_run: Path, tmp_path: Path) -> None:
+def test_wandbs_files_are_cut_back_to_whole_records_wherever_a_kill_has_cut_them(wandb_run: Path, tmp_path: Path) -> None:
     run_id = (wandb_run / "run" / "wandb_id").read_text()
     first = wandb_files(wandb_run)[0]
-    assert last_stored_step(wandb_run / "run" / "wandb", run_id) == 9
-    assert last_stored_step(tmp_path, run_id) is None
     whole = first.read_bytes()
+    assert mend_offline_runs(wandb_run / "run" / "wandb", run_id) == 9 and first.read_bytes() == whole
+    assert mend_offline_runs(tmp_path, run_id) is None
     path = tmp_path / first.parent.name / first.name
-    path.parent.mkdir()
-    assert last_stored_step(tmp_path, run_id) == 0
     steps = []
     for share in range(101):
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(whole[: len(whole) * share // 100])
-        steps.append(last_stored_step(tmp_path, run_id))
+        steps.append(mend_offline_runs(tmp_path, run_id))
+        rows = history(path) if path.exists() else []
+        assert max([0, *(row["_step"] for row in rows)]) == steps[-1] and path.parent.exists() == path.exists()
+        assert not path.exists() or whole.startswith(path.read_bytes())
     assert steps[0] == 0 and steps[-1] == 7 and steps == sorted(steps) and set(steps) == set(range(8))
+    path.unlink()
+    assert mend_offline_runs(tmp_path, run_id) == 0 and not path.parent.exists()
 
 
 class FakeWandb:
@@ -392,7 +401,6 @@ def test_a_killed_run_has_every_step_once_in_both_real_trackers(launcher: Any) -
     code, text = launcher("python", "run", *flags, **variables)
     assert code == 0, text
     files = wandb_files(folder)
-    assert len(list((folder / "run" / "wandb").glob("offline-run-*"))) == 2
     assert all(path.stem.endswith((folder / "run" / "wandb_id").read_text()) for path in files)
     truth = read_metrics(folder / "run" / "metrics.jsonl")
     steps, measured = ([record["step"] for record in truth.of(event)] for event in ("train", "heldout"))
@@ -402,13 +410,61 @@ def test_a_killed_run_has_every_step_once_in_both_real_trackers(launcher: Any) -
     assert [step for step, _ in scalars(folder, "train/loss")] == steps
 
 
+def in_a_process(folder: Path, environment: dict[str, str], first_step: int, last_step: int, is_killed: bool) -> None:
+    """A process that logs these steps; killed with wandb's own, or with its results at the end."""
+    code = (
+        "import os, sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]; import test_trackers as t\n"
+        "run = t.config(Path(sys.argv[1]), wandb=True)\n"
+        f"trackers = t.train(run, {first_step}, {last_step}, 1.0, ends=False)\n"
+        f"{'os.killpg(0, 9)' if is_killed else ''}\n"
+        "trackers.finish(t.REPORT, run.run_dir / 'report.html'); trackers.close()"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    clean = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    process = subprocess.run(command, env=clean | environment, start_new_session=True, capture_output=True, text=True, timeout=120)
+    assert process.returncode == (-9 if is_killed else 0), process.stderr
+    assert "wandb failed" not in process.stdout, process.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [7, 130])
+def test_a_killed_offline_run_is_whole_on_the_server_after_wandb_sync(tmp_path: Path, steps: int) -> None:
+    """Few steps: the kill leaves a file without a record, which `wandb sync` refuses; many: one that ends in the middle of a record."""
+    with LoopbackWandb() as server:
+        online = server.environment(str(tmp_path))
+        offline = online | {"WANDB_MODE": "offline"}
+        in_a_process(tmp_path, offline, 0, steps, is_killed=True)
+        in_a_process(tmp_path, offline, steps - 3, steps + 2, is_killed=False)
+        folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
+        command = [str(Path(sys.executable).parent / "wandb"), "sync", *map(str, folders)]
+        synced = subprocess.run(command, env=os.environ | online, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert synced.returncode == 0, synced.stderr
+    rows = server.rows((tmp_path / "run" / "wandb_id").read_text())
+    assert [row["_step"] for row in rows if "train/loss" in row] == list(range(1, steps + 3)), synced.stderr
+    assert [row["_step"] for row in rows if "heldout/tau" in row] == list(range(3, steps + 3, 3))
+    assert server.uploads["report.html"] == b"<!DOCTYPE html>"
+
+
+@pytest.mark.slow
+def test_a_killed_online_run_goes_on_in_the_same_run_on_the_server(tmp_path: Path) -> None:
+    with LoopbackWandb() as server:
+        environment = server.environment(str(tmp_path))
+        in_a_process(tmp_path, environment, 0, 7, is_killed=True)
+        in_a_process(tmp_path, environment, 4, 9, is_killed=False)
+    assert len(server.history) == 1
+    rows = server.rows((tmp_path / "run" / "wandb_id").read_text())
+    assert [row["_step"] for row in rows if "train/loss" in row] == list(range(1, 10))
+    assert [row["_step"] for row in rows if "heldout/tau" in row] == [3, 6, 9]
+    assert server.uploads["report.html"] == b"<!DOCTYPE html>"
+
+
 @pytest.mark.slow
 def test_a_dead_server_costs_some_twenty_seconds_and_the_run_goes_on_offline(launcher: Any) -> None:
-    settings = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+    settings = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": KEY}
     started = time.monotonic()
     code, text = launcher("python", "run", "--log.wandb", **settings)
     assert code == 0, text
-    assert "wandb is not reachable" in text and "0" * 40 not in text
+    assert "wandb is not reachable" in text and KEY not in text
     assert list((launcher.runs_dir / "run" / "wandb").glob("offline-run-*"))
     assert (launcher.runs_dir / "run" / "report.json").exists()
     assert time.monotonic() - started < 60, "includes the run itself"

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from data.report import report_rows
 from train.config import LogConfig, RunConfig, to_json
-from train.wandb_files import last_stored_step
+from train.wandb_files import mend_offline_runs
 
 STATE_FILE = "trackers.json"
 _FINISH_TIMEOUT_S = 60.0
@@ -201,7 +201,7 @@ class WandbTracker:
         if not is_known:
             path.write_text(f"{_portable(config.name)[:64]}-{secrets.token_hex(4)}")
         run_id = path.read_text()
-        stored_step = last_stored_step(config.run_dir / "wandb", run_id)
+        stored_step = mend_offline_runs(config.run_dir / "wandb", run_id)
         self._run = start_wandb(config, run_id)
         self._run.define_metric("heldout/tau", summary="max")
         if not self._run.offline:

@@ -1,6 +1,7 @@
-"""What the files of offline wandb runs hold.
+"""What the files of offline wandb runs hold, and their repair after a kill.
 
-wandb's process writes them a block at a time: killed with the run, it loses the latest steps, so what it was told says too much.
+wandb's process writes them a block at a time. Killed with the run, it loses the latest steps, so what it was told says too much; and `wandb sync`
+stops at a file that ends in the middle of a record, before all later ones of the run.
 
 A file is a header of 7 bytes, then LevelDB's log format: blocks of 32 KiB, in them parts of a record, each a header of 7 bytes (checksum, length,
 kind) and its content. The records are messages of wandb/proto/wandb_internal.proto.
@@ -9,6 +10,8 @@ kind) and its content. The records are messages of wandb/proto/wandb_internal.pr
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,25 +22,38 @@ _HEADER = struct.Struct("<IHB")
 _WHOLE, _LAST = 1, 4  # kinds that end a record; 2 begins and 3 continues one
 
 
-def last_stored_step(wandb_dir: Path, run_id: str) -> int | None:
-    """The last step in the offline files of a run; None where it has no folder, 0 where there is no step or not even a file yet."""
-    from google.protobuf.message import DecodeError
+def mend_offline_runs(wandb_dir: Path, run_id: str) -> int | None:
+    """Cuts each offline file of a run back to its whole records, and removes a folder that holds none: nothing of them could be sent.
 
-    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    No process may still be writing them.
+
+    Returns:
+        The last step that they hold, 0 for none; None where the run has no folder.
+    """
     folders = list(wandb_dir.glob(f"offline-run-*-{run_id}"))
-    last = 0
-    for path in (folder / f"run-{run_id}.wandb" for folder in folders):
-        try:
-            for content in _records(path.read_bytes() if path.exists() else b""):
-                record = messages.Record.FromString(content)
-                last = max([last, *(int(item.value_json) for item in record.history.item if "_step" in (item.key, *item.nested_key))])
-        except DecodeError:  # the kill was in the middle of it; nothing comes after
-            continue
-    return last if folders else None
+    last_step = 0
+    for folder in folders:
+        path = folder / f"run-{run_id}.wandb"
+        data = path.read_bytes() if path.exists() else b""
+        whole = list(_records(data))
+        last_step = max([last_step, *(step for _, content in whole for step in _steps(content))])
+        end = whole[-1][0] if whole else 0
+        if not whole:
+            shutil.rmtree(folder)
+        elif end < len(data):
+            os.truncate(path, end)
+    return last_step if folders else None
 
 
-def _records(data: bytes) -> Iterator[bytes]:
-    """The whole records of a file."""
+def _steps(content: bytes) -> list[int]:
+    """The step of a record, where it is one of the history."""
+    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    items = messages.Record.FromString(content).history.item
+    return [int(item.value_json) for item in items if "_step" in (item.key, *item.nested_key)]
+
+
+def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The whole records of a file, each with the place where it ends."""
     place, parts = _HEADER.size, b""
     while place + _HEADER.size <= len(data):
         left = _BLOCK_BYTES - place % _BLOCK_BYTES
@@ -51,5 +67,5 @@ def _records(data: bytes) -> Iterator[bytes]:
         parts += content
         place += _HEADER.size + length
         if kind in (_WHOLE, _LAST):
-            yield parts
+            yield place, parts
             parts = b""

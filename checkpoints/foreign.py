@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
-from checkpoints.draft_config import FIXED_ROPE_TYPES, Dimensions, DraftDimensions, MedusaDimensions
+from checkpoints.draft_config import FIXED_ROPE_TYPES, Dimensions, DraftDimensions, MedusaDimensions, sliding_window_of
 from checkpoints.export import CONFIG_FILE, PROVENANCE_FILE, prepare_export, read_config
 from checkpoints.layouts import Layout, medusa_sizes, name_from_medusa
 from checkpoints.provenance import UNKNOWN
@@ -40,7 +40,6 @@ _OTHER_BLOCKS = {
     "attention_bias": "its projections have biases, which our block and SGLang's have not",
     "qkv_bias": "its projections have biases, which our block and SGLang's have not",
     "mlp_bias": "its MLP has biases, which our block has not",
-    "use_sliding_window": "its attention sees a window only, ours sees all",
 }
 # Tables that a model computes, and copies of the target's tensors: no engine reads them.
 _LEFT_OUT = re.compile(r"(?:^|\.)(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|verifier_norm\.weight|verifier_lm_head\.weight)$")
@@ -239,13 +238,18 @@ def _refuse_other_blocks(config: Mapping[str, Any]) -> None:
         if config.get(name, expected) != expected:
             found = json.dumps(config[name])
             raise ValueError(f"config.json has {name} {found}, but our draft block is one Llama layer: expected {json.dumps(expected)}")
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise ValueError("config.json has a layer of sliding_attention: its attention sees a window only, ours sees all")
+    if _slides(config) and (config.get("sliding_window") or 0) < (config.get("max_position_embeddings") or 0):
+        raise ValueError(f"config.json has a sliding_window of {config.get('sliding_window')} tokens: its attention sees no more, ours sees all")
     wide = config.get("target_hidden_size")
     if wide is not None and wide != config.get("hidden_size"):
         raise ValueError(
             f"config.json has target_hidden_size {wide} and hidden_size {config.get('hidden_size')}: our drafters are as wide as their target"
         )
+
+
+def _slides(config: Mapping[str, Any]) -> bool:
+    """Whether the draft's layer has a window; our exports name one that holds everything (`llama_block_config`)."""
+    return "sliding_attention" in (config.get("layer_types") or ()) or bool(config.get("use_sliding_window"))
 
 
 def _draft_dimensions(config: Mapping[str, Any]) -> DraftDimensions:
@@ -292,7 +296,7 @@ def _target_config(
     if needed > context:
         notes.append(f"max_position_embeddings raised from {context} to the target's {needed}: SGLang refuses a shorter draft")
         context = needed
-    return LlamaConfig(
+    found = LlamaConfig(
         vocab_size=config["vocab_size"],
         hidden_size=dimensions.hidden_size,
         num_attention_heads=dimensions.num_attention_heads,
@@ -304,6 +308,9 @@ def _target_config(
         bos_token_id=config.get("bos_token_id"),
         eos_token_id=config.get("eos_token_id"),
     )
+    if _slides(config) or (target is not None and sliding_window_of(target) is not None):
+        found.update({"sliding_window": context})
+    return found
 
 
 def _aux_layers(

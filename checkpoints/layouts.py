@@ -66,6 +66,14 @@ _LLAMA_FIELDS = (
 _OLD_LLAMA_FIELDS = (*_LLAMA_FIELDS, "rope_theta", "rope_scaling", "torch_dtype")
 
 
+# Only where the target's layers see a window: without them vLLM would give the draft that window.
+_WINDOW_FIELDS = ("layer_types", "sliding_window")
+
+
+def _taken(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: config[name] for name in names} | {name: config[name] for name in _WINDOW_FIELDS if name in config}
+
+
 @dataclass(frozen=True)
 class Serves:
     """What a checkpoint is served with, where a layout wants to know it.
@@ -146,7 +154,7 @@ def _speculators(config: Mapping[str, Any], tensors: Mapping[str, Tensor], serve
         **{name: config.get(name, False) for name in BLOCK_NORMS},
         "embed_requires_grad": False,
         "eagle_aux_hidden_state_layer_ids": layers,
-        "transformer_layer_config": {name: config[name] for name in (*_LLAMA_FIELDS, "rope_parameters", "rope_theta", "rope_scaling", "dtype")},
+        "transformer_layer_config": _taken(config, (*_LLAMA_FIELDS, "rope_parameters", "rope_theta", "rope_scaling", "dtype")),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -166,7 +174,7 @@ def _speculators(config: Mapping[str, Any], tensors: Mapping[str, Tensor], serve
 
 
 def _specforge(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ForeignFiles:
-    written: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"]} | {name: config[name] for name in _OLD_LLAMA_FIELDS}
+    written: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"]} | _taken(config, _OLD_LLAMA_FIELDS)
     written["draft_vocab_size"] = config["draft_vocab_size"]
     written |= {name: True for name in BLOCK_NORMS if config.get(name)}
     if "eagle_config" in config:
@@ -194,7 +202,7 @@ def _safeailab(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tenso
             f"the drafter has {config['num_attention_heads']} heads of {config['head_dim']} in a width of {config['hidden_size']}: SafeAILab's "
             "EAGLE-1 code takes hidden_size / num_attention_heads for the head's width"
         )
-    written: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]} | {name: config[name] for name in _OLD_LLAMA_FIELDS} | {"pretraining_tp": 1}
+    written: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]} | _taken(config, _OLD_LLAMA_FIELDS) | {"pretraining_tp": 1}
     if rope["rope_type"] == "linear":
         written["rope_scaling"] = {"type": "linear", "factor": rope["factor"]}
     if kind == "eagle3":

@@ -409,6 +409,7 @@ def test_a_layout_without_a_place_for_something_says_for_what(
     ("base", "changes", "message"),
     [
         (SPECFORGE, {"attention_bias": True}, "its projections have biases"),
+        (SPECFORGE, {"layer_types": ["sliding_attention"], "sliding_window": 64}, "a sliding_window of 64 tokens: its attention sees no more"),
         (SPECFORGE, {"hidden_act": "gelu"}, 'hidden_act "gelu", but our draft block is one Llama layer: expected "silu"'),
         (SPECFORGE, {"num_hidden_layers": 2}, "num_hidden_layers 2"),
         (SPECFORGE, {"target_hidden_size": 64}, "our drafters are as wide as their target"),
@@ -448,6 +449,20 @@ def test_a_speculators_checkpoint_of_another_block_is_refused(
     config = {name: value for name, value in {**SPECULATORS, **changes}.items() if value != "REMOVE"}
     source = write(tmp_path / "source", config, eagle3_tensors("layers.0", torch.float32), "model.safetensors")
     assert message in refusal(capsys, source, tmp_path / "out" / "ours", "headstart")
+
+
+def test_a_window_that_holds_everything_stays_and_a_sliding_targets_draft_gets_one(tmp_path: Path, tiny_target: Path) -> None:
+    """Without one of its own, vLLM gives a draft layer the window of a target whose layers all slide."""
+    target = tmp_path / "target"
+    target.mkdir()
+    fields = json.loads((tiny_target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(fields | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}))
+    source = write_layout(tmp_path / "source", "specforge")
+    assert "sliding_window" not in convert(source, tmp_path / "plain", "headstart", "--target", str(tiny_target))
+    ours = convert(source, tmp_path / "ours", "headstart", "--target", str(target))
+    assert (ours["layer_types"], ours["sliding_window"]) == (["sliding_attention"], 512)
+    convert(tmp_path / "ours", tmp_path / "theirs", "speculators", "--target", str(target))
+    assert convert(tmp_path / "theirs", tmp_path / "again", "headstart", "--target", str(tiny_target)) == ours
 
 
 def test_conflicting_layers_can_be_decided(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@
     .venv/bin/python bench/regeneration.py --is-trained       # the runs are there: measure and write
 
 All drafters take the same number of optimizer steps of the same number of tokens, from the same start, with the same rates, and are measured on the
-same held-out prompts, answered by the target. ShareGPT's whole conversations have the advantage of seven times as much different text, each seen once
-at most, where 480 first answers come around six times. Runs lie in runs/regeneration/; writes bench/results/regeneration.json.
+same held-out prompts, answered by the target: four times as many as the quickstart's report has, since the differences are small. ShareGPT's whole
+conversations have the advantage of seven times as much different text, each seen once at most, where 480 first answers come around six times. Runs
+lie in runs/regeneration/; writes bench/results/regeneration.json.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,16 @@ from datasets import Dataset, load_from_disk
 
 from bench.measure import about, write_results
 from data.smollm2 import make_smollm2
-from eval.acceptance import Acceptance, chain_acceptance
+from data.target import target_hf_config
+from eval.acceptance import Acceptance, TrajectoryPack, chain_acceptance, read_trajectories
 from eval.evaluation import Evaluation, exported_drafter, measured_target, read_packs
 from recipes import quickstart
 from train.config import AnswersConfig, RunConfig
+from train.drafters.eagle3 import Eagle3
 from train.run import run
 
 RUNS_DIR = Path("runs") / "regeneration"
+NUM_PROMPTS = 160
 # Of the second, only who has written the answers is different; the third is what a user has without regeneration.
 VARIANTS = {
     "target": "the target's own answers",
@@ -96,11 +101,26 @@ def train(name: str) -> None:
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ})
 
 
-def acceptance_of(name: str) -> Acceptance:
-    """Of the run's export on the held-out prompts of its report."""
-    config, folder, device = config_of(name), RUNS_DIR / name, torch.device("cpu")
-    drafter = exported_drafter(folder / "export", measured_target(config.target, config.eval, device), device)
-    return chain_acceptance(drafter, read_packs(folder / "answers" / "answers.safetensors"), config.eval.draft_length)
+def answer_more() -> Path:
+    """Answers NUM_PROMPTS held-out prompts, none of them one that has chosen a best step; returns the folder of answers and states."""
+    folder, config, evaluation, device = RUNS_DIR / "answers", config_of("target"), Evaluation(), torch.device("cpu")
+    if (folder / "answers.safetensors").exists():
+        return folder
+    heldout = load_from_disk(str(RUNS_DIR / "target" / "data"))["heldout"]
+    chosen_by = {trajectory.prompt_ids for trajectory in read_trajectories(RUNS_DIR / "target" / "answers" / "selection.jsonl")}
+    unseen = heldout.select([index for index, prompt_ids in enumerate(heldout["prompt_ids"]) if tuple(prompt_ids) not in chosen_by])
+    settings = replace(config.eval, num_prompts=NUM_PROMPTS, num_selection_prompts=1)
+    evaluation.answer(folder, config.target, settings, device, unseen)
+    request = Eagle3.feature_request_of(config.drafter, target_hf_config(config.target))
+    evaluation.states(folder, config.target, settings, device, request)
+    return folder
+
+
+def acceptance_of(name: str, packs: Sequence[TrajectoryPack]) -> Acceptance:
+    """Of the run's export."""
+    config, device = config_of(name), torch.device("cpu")
+    drafter = exported_drafter(RUNS_DIR / name / "export", measured_target(config.target, config.eval, device), device)
+    return chain_acceptance(drafter, packs, config.eval.draft_length)
 
 
 def row_of(name: str, acceptance: Acceptance) -> dict[str, Any]:
@@ -112,7 +132,8 @@ def row_of(name: str, acceptance: Acceptance) -> dict[str, Any]:
     return {
         "answers": VARIANTS[name],
         **acceptance.to_json(),
-        **{key: report[key] for key in ("tau_untrained", "num_train_tokens", "num_steps", "best_step", "dtype")},
+        **{key: report[key] for key in ("num_train_tokens", "num_steps", "best_step", "dtype")},
+        "tau_of_the_report": report["tau"],
         "num_supervised_tokens": round(sum(step["num_tokens"] * step["supervised_share"] for step in trained)),
         "num_different_tokens": sum(json.loads((folder / "features" / "index.json").read_text())["document_lengths"]),
         "heldout_tau_by_step": {step["step"]: step["tau"] for step in steps if step["event"] == "heldout"},
@@ -146,7 +167,8 @@ def main(only: str | None = None, is_trained: bool = False, variants: tuple[str,
             if name != "target":
                 share_inputs(name)
             train(name)
-    measured = {name: acceptance_of(name) for name in variants}
+    packs = read_packs(answer_more() / "answers.safetensors")
+    measured = {name: acceptance_of(name, packs) for name in variants}
     rows = {name: row_of(name, acceptance) for name, acceptance in measured.items()}
     document = {
         "about": about(("torch", "transformers")),

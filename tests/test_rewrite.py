@@ -388,7 +388,8 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.01)
 
 
-def test_a_killed_command_goes_on_asks_each_conversation_once_more_at_most_and_ends_the_same(source: Path) -> None:
+@pytest.mark.parametrize("num_lost", [60, 1], ids=["in_a_line", "before_its_end"])
+def test_a_killed_command_goes_on_asks_each_conversation_once_more_at_most_and_ends_the_same(source: Path, num_lost: int) -> None:
     out = source.with_name("out.jsonl")
     with FakeServer() as server:
         regenerate(server, source)
@@ -401,7 +402,7 @@ def test_a_killed_command_goes_on_asks_each_conversation_once_more_at_most_and_e
         process.send_signal(signal.SIGKILL)
         process.communicate()
         done = out.read_bytes()
-        out.write_bytes(done + whole.splitlines(keepends=True)[-1][:50])  # as a kill in the middle of a line leaves it
+        out.write_bytes(done + whole.splitlines(keepends=True)[-1][:-num_lost])  # as a kill in the middle of a line leaves it
         server.delay_s = 0.0
         regenerate(server, source, "--concurrency", "3")
         assert out.read_bytes() == whole

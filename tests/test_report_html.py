@@ -125,14 +125,25 @@ def served(folder: Path) -> None:
     counted = {"tau": 1.7512, "joint_acceptance": [0.5, 0.2512]}
     serve = {"engine": "vllm", "engine_version": "0.32.0", "ours": counted, "measured": counted, "num_outputs": 40, "num_identical_outputs": 39}
     (folder / "serve.json").write_text(json.dumps(serve | {"num_near_ties": 1, "tokens_per_s": 30.0, "tokens_per_s_plain": 20.0}))
-    times = Quantiles(0.1, 0.2)
-
-    def measured(seconds: float, acceptance: Counted | None) -> ServerMeasurement:
-        return ServerMeasurement(seconds, times, times, times, 0, acceptance, 4, [[1] * 100])
-
     levels = [Level(number, measured(2.0, Counted(1.75, [0.5, 0.25])), measured(3.0, None), []) for number in (1, 4)]
     sweep = SweepResult("vllm", "float32", Counted(1.75, [0.5, 0.25]), 40, "0.32.0", levels, is_complete=True)
     (folder / "serve_http.json").write_text(json.dumps(sweep.to_json()))
+
+
+def measured(seconds: float, acceptance: Counted | None) -> ServerMeasurement:
+    """100 tokens by HTTP."""
+    times = Quantiles(0.1, 0.2)
+    return ServerMeasurement(
+        seconds=seconds,
+        first_token_s=times,
+        later_token_s=times,
+        request_s=times,
+        num_retries=0,
+        acceptance=acceptance,
+        num_verifications=4,
+        num_drafted=8,
+        outputs=[[1] * 100],
+    )
 
 
 def page_of(folder: Path) -> str:
@@ -177,8 +188,7 @@ def test_what_engines_have_counted_stands_beside_ours(run: Path) -> None:
 
 def test_an_engine_that_ended_early_is_said(run: Path) -> None:
     finish(run)
-    times = Quantiles(0.1, 0.2)
-    level = Level(1, ServerMeasurement(2.0, times, times, times, 0, Counted(1.75, [0.5, 0.25]), 4, [[1] * 100]))
+    level = Level(1, measured(2.0, Counted(1.75, [0.5, 0.25])))
     sweep = SweepResult("vllm", "float32", Counted(1.75, [0.5, 0.25]), 40, "0.32.0", [level], error="the server is gone")
     (run / "serve_http.json").write_text(json.dumps(sweep.to_json()))
     reader = Reader(page_of(run))
@@ -246,8 +256,10 @@ def test_results_of_an_earlier_training_are_called_so(run: Path) -> None:
 
 
 def test_a_very_long_run_stays_a_small_page(run: Path) -> None:
-    write(run, *(step(number) for number in range(1, 50_001)))
+    write(run, *(step(number) for number in range(1, 20_001)))
     assert len(page_of(run)) < 400_000
+    lines = [line for plot in draw_training(read_metrics(run / "metrics.jsonl")) for line in plot.figure.axes[0].lines]
+    assert {len(line.get_xdata()) for line in lines} == {400}
 
 
 def test_downsampling_takes_the_mean_of_neighbours() -> None:

@@ -46,10 +46,17 @@ def drafter_card(algorithm: str, provenance: Provenance, draft_length: int, orig
             "",
             "## It fits the base with its adapter",
             "",
-            f"Serve it with {provenance.target} and the adapter {provenance.adapter} merged into one model: the run's `target/`, or what this writes:",
+            f"Serve it with {provenance.target} and the adapter {provenance.adapter} merged: the run's `target/`, or what this makes:",
             "",
             "```bash",
             f"python -m data.merge_adapter --target.model {provenance.target} --target.adapter {provenance.adapter} --out THE_MERGED_TARGET",
+            "```",
+            "",
+            "vLLM also serves the two apart, with the same acceptance for requests that name the model `tuned` (not for adapters with DoRA or whole "
+            "modules; above rank 16 add `--max-lora-rank`):",
+            "",
+            "```bash",
+            f"{vllm_serve_command(algorithm, provenance.target, 'THIS_FOLDER', draft_length)} --enable-lora --lora-modules tuned={provenance.adapter}",
             "```",
         ]
     if original is not None and backbone is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from data.merge_adapter import main as merge
 from data.merge_adapter import write_merged
 from data.target import Target, TargetConfig, load_target_heads, load_tokenizer, target_fingerprint, target_hf_config
+from data.vllm_engine import engine_python, worker_environment
 from eval.serve import main as serve
-from eval.served_run import read_run
+from eval.served_run import read_run, stop_token_ids
 
 LINEARS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -42,14 +44,16 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 def bases(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The tiny target untied, tied, and in bfloat16."""
     folder = tmp_path_factory.mktemp("bases")
-    for name, changes in {"tied": {"tie_word_embeddings": True}, "bf16": {"dtype": torch.bfloat16}}.items():
+    # "wide" has heads that vLLM's CPU kernels know.
+    variants = {"tied": {"tie_word_embeddings": True}, "bf16": {"dtype": torch.bfloat16}, "wide": {"head_dim": 32}}
+    for name, changes in variants.items():
         shutil.copytree(tiny_target, folder / name)
         config = LlamaConfig.from_pretrained(tiny_target)
         for field, value in changes.items():
             setattr(config, field, value)
         torch.manual_seed(1)
         LlamaForCausalLM(config).to(config.dtype).save_pretrained(folder / name)
-    return {"untied": tiny_target, "tied": folder / "tied", "bf16": folder / "bf16"}
+    return {"untied": tiny_target} | {name: folder / name for name in variants}
 
 
 def fine_tuned(base: Path, folder: Path, settings: dict[str, Any], num_new_tokens: int = 0) -> Path:
@@ -232,23 +236,24 @@ def test_the_command_writes_once_and_nothing_over_a_strangers_folder(
 def adapted_run(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, launcher_in: Any) -> Path:
     """A whole run of recipes/eagle3.py for a fine-tune, named by its adapter."""
     folder = tmp_path_factory.mktemp("adapted")
-    adapter = fine_tuned(bases["untied"], folder / "my-tune", ADAPTERS["embedding_and_head"])
-    launcher_in(folder).here("tune", "--target.adapter", str(adapter))
+    adapter = fine_tuned(bases["wide"], folder / "my-tune", ADAPTERS["embedding_and_head"])
+    launcher_in(folder).here("tune", "--target.model", str(bases["wide"]), "--target.adapter", str(adapter))
     return folder / "tune"
 
 
 def test_a_whole_run_is_of_the_merged_target(adapted_run: Path, bases: dict[str, Path]) -> None:
     target, facts = adapted_run / "target", json.loads((adapted_run / "export" / "headstart.json").read_text())
-    assert (facts["target"], facts["adapter"]) == (bases["untied"].name, "my-tune")
+    assert (facts["target"], facts["adapter"]) == ("wide", "my-tune")
     assert facts["target_fingerprint"] == target_fingerprint(TargetConfig(str(target)))
     card = (adapted_run / "export" / "README.md").read_text()
     assert "vllm serve THE_MERGED_TARGET --speculative-config" in card
-    assert f"python -m data.merge_adapter --target.model {bases['untied'].name} --target.adapter my-tune --out THE_MERGED_TARGET" in card
+    assert "python -m data.merge_adapter --target.model wide --target.adapter my-tune --out THE_MERGED_TARGET" in card
+    assert "--enable-lora --lora-modules tuned=my-tune" in card
     files = read_run(adapted_run)
     assert files.target == str(target)
     report = json.loads((adapted_run / "report.json").read_text())
     assert report["target"] == str(target)
-    base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (bases["untied"], target))
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (bases["wide"], target))
     prompt_1T = torch.tensor([files.prompts[0]])
     answer = files.answers[0]
     with torch.no_grad():
@@ -261,19 +266,59 @@ def test_the_same_command_again_does_nothing_and_another_adapter_everything(
     adapted_run: Path, bases: dict[str, Path], launcher_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(adapted_run, tmp_path / "tune")
-    launcher_in(tmp_path).here("tune", "--target.adapter", str(adapted_run.parent / "my-tune"))
+    launcher_in(tmp_path).here("tune", "--target.model", str(bases["wide"]), "--target.adapter", str(adapted_run.parent / "my-tune"))
     assert "merging" not in capsys.readouterr().out
-    other = fine_tuned(bases["untied"], tmp_path / "other", ADAPTERS["plain"])
-    launcher_in(tmp_path).here("tune", "--target.adapter", str(other))
+    other = fine_tuned(bases["wide"], tmp_path / "other", ADAPTERS["plain"])
+    launcher_in(tmp_path).here("tune", "--target.model", str(bases["wide"]), "--target.adapter", str(other))
     shown = capsys.readouterr().out
     assert "merging" in shown and "[prepare] stale: target: target@" in shown
 
 
 def test_a_dry_run_plans_without_merging(bases: dict[str, Path], adapted_run: Path, launcher_in: Any, tmp_path: Path) -> None:
-    launcher_in(tmp_path).here("tune", "--target.adapter", str(adapted_run.parent / "my-tune"), "--dry-run")
+    launcher_in(tmp_path).here("tune", "--target.model", str(bases["wide"]), "--target.adapter", str(adapted_run.parent / "my-tune"), "--dry-run")
     assert not (tmp_path / "tune" / "target").exists()
 
 
 @pytest.mark.engine
 def test_vllm_serves_the_merged_target_with_the_acceptance_that_we_measure(adapted_run: Path) -> None:
     assert serve([str(adapted_run)]) == 0
+
+
+_UNMERGED = """
+import json, sys, vllm
+from vllm.lora.request import LoRARequest
+job, result = sys.argv[1:]
+with open(job) as file:
+    job = json.load(file)
+engine = vllm.LLM(enable_lora=True, max_lora_rank=8, max_loras=1, max_num_seqs=1, max_model_len=128, enforce_eager=True, dtype="float32",
+                  enable_prefix_caching=False, skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=False, **job["engine"])
+sampling = vllm.SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **job["sampling"])
+prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=LoRARequest("tune", 1, job["adapter"]))
+counters = {metric.name: list(metric.values) if hasattr(metric, "values") else metric.value for metric in engine.get_metrics()
+            if "spec_decode" in metric.name}
+with open(result, "w") as file:
+    json.dump({"outputs": [list(output.outputs[0].token_ids) for output in outputs], "counters": counters}, file)
+"""
+
+
+@pytest.mark.engine
+def test_vllm_serves_base_and_adapter_apart_with_the_same_acceptance(adapted_run: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    """`vllm serve BASE --enable-lora`: for those who serve several adapters on one base."""
+    files = read_run(adapted_run)
+    job = {
+        "engine": {"model": str(bases["wide"]), "speculative_config": files.speculative},
+        "sampling": {"max_tokens": files.max_tokens, "stop_token_ids": stop_token_ids(files.target, None)},
+        "adapter": str(adapted_run.parent / "my-tune"),
+        "prompts": files.prompts,
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = [str(engine_python()), "-I", "-c", _UNMERGED, str(tmp_path / "job.json"), str(tmp_path / "result.json")]
+    with (tmp_path / "log").open("w") as log:
+        done = subprocess.run(command, env=worker_environment(), cwd=tmp_path, stdout=log, stderr=log, timeout=600)
+    assert done.returncode == 0, (tmp_path / "log").read_text()[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["outputs"] == files.answers
+    num_drafts = result["counters"]["vllm:spec_decode_num_drafts"]
+    per_position = result["counters"]["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert [accepted / num_drafts for accepted in per_position] == pytest.approx(files.ours.joint_acceptance, abs=0.01)

@@ -26,10 +26,10 @@ from checkpoints.serving import serving_format, target_limits
 from data.batch import drafter_batch
 from data.generate import generate_greedy
 from data.target import Target, TargetConfig, check_plain_logits, load_target_heads, target_fingerprint, target_hf_config
+from data.vllm_engine import engine_python, worker_environment
 from data.vocab import DraftVocabulary
 from eval.acceptance import Trajectory, chain_acceptance, trajectory_features
 from eval.evaluation import exported_drafter
-from eval.serve import engine_python, worker_environment
 from train.drafters.base import Drafter, DrafterConfig, VerifiedStates, load_drafter_class
 from train.drafters.eagle1 import Eagle1Config
 from train.drafters.eagle3 import Eagle3Config

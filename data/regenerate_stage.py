@@ -129,13 +129,18 @@ def regenerate(
     counts["answered"] = len(rows)
     counts["cut_off"] = sum(row["input_ids"][-1] not in answerer.end_ids for row in rows)
     counts |= answerer.counts
+    _save(rows, counts, folder, work)
+    print("regenerate: " + ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items()), flush=True)
+
+
+def _save(rows: list[dict], counts: dict[str, int], folder: Path, work: Path) -> None:
+    """Puts the whole split in the place of `folder`, and removes what an interruption would have needed."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(work / "split", ignore_errors=True)
     Dataset.from_list(rows, features=_COLUMNS).save_to_disk(str(work / "split"))
     (work / "split").replace(folder)
     (folder / "regeneration.json").write_text(json.dumps(counts, indent=2) + "\n")
     shutil.rmtree(work)
-    print("regenerate: " + ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items()), flush=True)
 
 
 def _choose(samples: Dataset, max_samples: int | None, max_prompt_tokens: int) -> tuple[list[dict], dict[str, int]]:

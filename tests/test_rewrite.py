@@ -382,7 +382,7 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline, "it ended too early"
         time.sleep(0.01)

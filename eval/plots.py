@@ -1,7 +1,7 @@
 """The look of every plot, and plots as SVG that takes its colours from the page around it.
 
-Place in the flow: eval/compare_plots.py and eval/training_plots.py draw `Plot`s with matplotlib -> `inline_svg` -> eval/page.py, which sets the legend
-of each in HTML: names may be long, and HTML wraps them where matplotlib would not.
+Place in the flow: eval/compare_plots.py and eval/training_plots.py draw `Plot`s with matplotlib -> `inline_svg` -> eval/page.py, which sets the
+legend of each in HTML: names may be long, and HTML wraps them where matplotlib would not.
 """
 
 from __future__ import annotations

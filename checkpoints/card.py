@@ -56,7 +56,8 @@ def drafter_card(algorithm: str, provenance: Provenance, draft_length: int, orig
             "modules; above rank 16 add `--max-lora-rank`):",
             "",
             "```bash",
-            f"{vllm_serve_command(algorithm, provenance.target, 'THIS_FOLDER', draft_length)} --enable-lora --lora-modules tuned={provenance.adapter}",
+            vllm_serve_command(algorithm, provenance.target, "THIS_FOLDER", draft_length)
+            + f" --enable-lora --lora-modules tuned={provenance.adapter}",
             "```",
         ]
     if original is not None and backbone is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,10 +28,11 @@ from checkpoints.foreign import Checkpoint, ReadOptions, read_checkpoint
 from checkpoints.layouts import ForeignFiles, Layout, Serves, foreign_files
 from checkpoints.provenance import UNKNOWN, Provenance, collect_provenance, portable_name
 from checkpoints.serving import engine_limits, vllm_serve_command
-from checkpoints.tensor_files import local_folder
+from checkpoints.tensor_files import local_folder, read_embedding
 
 # Lies beside a checkpoint in another layout and says that it may be replaced.
 RECORD_FILE = "converted.json"
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class ConvertConfig:
         revision: of the source on the Hub.
         aux_layers: EAGLE-3: HF hidden_states indices of the target's states, where the source does not say them or says two different things.
         drop_fc_bias: EAGLE-1: leave out an fc.bias that is not zero, as vLLM does.
+        with_embedding: EAGLE: add the target's embedding. Engines take it from the target where it is missing; speculators' own loader does not.
         num_drafts: drafts of a chain in the speculators format and in the printed commands.
     """
 
@@ -56,6 +58,7 @@ class ConvertConfig:
     revision: str | None = None
     aux_layers: tuple[int, ...] | None = None
     drop_fc_bias: bool = False
+    with_embedding: bool = False
     num_drafts: int = 3
 
     def __post_init__(self) -> None:
@@ -96,7 +99,11 @@ def convert(config: ConvertConfig) -> Converted:
     source = read_checkpoint(folder, options)
     if source.layout == config.to:
         raise ValueError(f"{config.source} is in the {config.to} layout already: copy the folder")
+    if config.with_embedding:
+        source = _with_embedding(source, config)
     notes = list(source.notes)
+    if config.to == "speculators" and EMBEDDING not in source.tensors:
+        notes.append("without an embedding vLLM takes the target's, but speculators 0.9.0 itself starts from whatever is in memory: --with-embedding")
     if config.to == "headstart":
         _write_ours(source, config)
     else:
@@ -120,6 +127,21 @@ def target_config(name: str) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, HfHubHTTPError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"--target {name} cannot be read: expected a model's folder with a config.json or a Hub id ({reason})") from error
+
+
+def _with_embedding(source: Checkpoint, config: ConvertConfig) -> Checkpoint:
+    """The checkpoint with the target's embedding in it, in its own dtype."""
+    if config.target is None:
+        raise ValueError("--with-embedding takes the target's embedding: say which target with --target")
+    if source.algorithm.startswith("medusa"):
+        raise ValueError("--with-embedding has no effect on Medusa heads: they read no embedding")
+    if EMBEDDING in source.tensors:
+        raise ValueError(f"--with-embedding has no effect: {config.source} has an embedding of its own")
+    embed_VH = read_embedding(config.target)
+    stored_VH = embed_VH.to(source.dtype)
+    is_exact = torch.equal(stored_VH.float(), embed_VH.float())
+    note = f"the target's embedding added{'' if is_exact else f', rounded from {embed_VH.dtype} to {source.dtype}'}"
+    return replace(source, tensors={**source.tensors, EMBEDDING: stored_VH}, notes=(*source.notes, note))
 
 
 # --- writing --------------------------------------------------------------------------------------------------------------

@@ -99,6 +99,29 @@ def open_tensors(folder: Path) -> TensorFiles:
     raise ValueError(f"{folder} has no tensors: found {found}, expected {', '.join(SINGLE_FILES)} or an index of shards")
 
 
+def read_embedding(target: str) -> Tensor:
+    """The token embedding [V, H] of a model; of one on the Hub, only the file that holds it is downloaded.
+
+    Raises:
+        ValueError: if it cannot be found.
+    """
+    folder = Path(target)
+    if not folder.is_dir():
+        folder = _download(target, None, ["*.json"])
+        index = folder / "model.safetensors.index.json"
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        shards = {shard for name, shard in weight_map.items() if name.endswith("embed_tokens.weight")} or {"model.safetensors"}
+        folder = _download(target, None, ["*.json", *shards])
+        found = {name: path for shard in shards for name, path in _open_file(folder / shard).items()}
+        files = TensorFiles("model.safetensors", found)
+    else:
+        files = open_tensors(folder)
+    names = [name for name in files.places if name.endswith("embed_tokens.weight")]
+    if len(names) != 1:
+        raise ValueError(f"{target} has {len(names)} tensors named embed_tokens.weight, expected one")
+    return files.read(names)[names[0]]
+
+
 def _open_shards(index: Path) -> TensorFiles:
     try:
         weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])

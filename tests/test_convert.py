@@ -321,6 +321,20 @@ def test_an_embedding_of_its_own_stays_and_is_what_is_drafted_with(tmp_path: Pat
     torch.testing.assert_close(ours_logits(tmp_path / "ours", tiny_target, states, (1, 3, 6))[0], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_targets_embedding_is_added_where_it_is_asked_for(tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = write_layout(tmp_path / "source", "specforge"), ("--target", str(tiny_target))
+    convert(source, tmp_path / "without", "speculators", *target)
+    assert "speculators 0.9.0 itself starts from whatever is in memory: --with-embedding" in capsys.readouterr().out
+    convert(source, tmp_path / "with", "speculators", "--with-embedding", *target)
+    assert "the target's embedding added, rounded from torch.float32 to torch.bfloat16" in capsys.readouterr().out
+    written, expected = load_file(tmp_path / "with" / "model.safetensors"), load_file(tiny_target / "model.safetensors")
+    assert torch.equal(written.pop("embed_tokens.weight"), expected["model.embed_tokens.weight"].bfloat16())
+    assert same(written, load_file(tmp_path / "without" / "model.safetensors"))
+    again = refusal(capsys, tmp_path / "with", tmp_path / "out" / "more", "headstart", "--with-embedding", *target)
+    assert "has an embedding of its own" in again
+    assert "say which target with --target" in refusal(capsys, source, tmp_path / "out" / "more", "headstart", "--with-embedding")
+
+
 def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
     source = write_layout(tmp_path / "source", "safeailab eagle3")
     tensors = stored(source, "safeailab")

@@ -141,8 +141,10 @@ def test_what_speculators_saves_drafts_here_as_it_does_there(
 def test_speculators_loads_what_we_write_and_drafts_the_same(tmp_path: Path, tiny_target: Path, inputs: dict[str, Any]) -> None:
     config = {**SPECFORGE, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in AUX_LAYERS]}}
     source = write(tmp_path / "source", config, eagle3_tensors("midlayer", torch.float32), "model.safetensors")
-    for to in ("headstart", "speculators"):
-        assert main([str(source), str(tmp_path / to), "--to", to, "--target", str(tiny_target)]) == 0
+    target = ("--target", str(tiny_target))
+    assert main([str(source), str(tmp_path / "headstart"), "--to", "headstart", *target]) == 0
+    # Its loader leaves a missing embedding as the memory was.
+    assert main([str(source), str(tmp_path / "speculators"), "--to", "speculators", "--with-embedding", *target]) == 0
     job = {"do": "read", "folder": str(tmp_path / "speculators"), "inputs": str(inputs["path"]), "num_steps": NUM_STEPS}
     run_peer({**job, "logits": str(tmp_path / "logits.safetensors")})
     assert_same_logits(our_logits(tmp_path / "headstart", tiny_target, inputs["features"]), tmp_path / "logits.safetensors")

@@ -1,0 +1,353 @@
+"""Every command of docs/ is run, in the order of its page, on a small model, with the real vLLM and a Hub on loopback.
+
+A page's ```bash blocks make one shell session in a copy of the checkout that holds what the pages speak of: my-org/my-model (a small fine-tuned chat
+model), conversations.json and, but for own-model.md, which makes it, the finished run runs/my-drafter. A comment right before a block says what is
+special about it:
+
+    <!-- server -->                  starts a server: it is waited for, and stays until the page ends or starts another at the same port
+    <!-- elsewhere: tests/x.py -->   this machine has not got what it needs; that test runs the same script with a stand-in
+
+`SMALLER` says what a machine with two cores and a model of 512 tokens replace: how many GPUs there are and how many tokens EAGLE-3 may draft (the
+recipe's 32,000 are more than the model has). Figures on the pages are those of bench/results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from docs_reader import write_conversations, write_model
+
+from data.vllm_engine import EngineError, engine_python, worker_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(r"(?:^<!-- (?P<note>.+?) -->\n)?^```bash\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)")
+PORT = re.compile(r"--port[ =](\d+)")
+SMALLER = {
+    "--nproc-per-node 4": "--nproc-per-node 2",
+    "--config_file launch/accelerate.yaml": "--config_file launch/accelerate.yaml --num_processes 2",
+    "--num_gpus 4": "--num_accelerators 2",
+}
+SMALL_VOCABULARY = (re.compile(r"((?:recipes/|launch/train_)eagle3\.py)"), r"\1 --drafter.draft-vocab-size 256")
+COPIED = ("train", "data", "recipes", "checkpoints", "eval", "launch", "bench", "tests", "docs", "Makefile", "pyproject.toml", "README.md")
+MAKES_ITS_OWN_RUN = "own-model.md"
+FINISHED_RUN = """python recipes/eagle3.py --name my-drafter --target.model my-org/my-model --data.sources conversations.json \\
+    --train.batch-tokens 2048 --train.pack-tokens 2048 --train.num-epochs 8 --optim.learning-rate 3e-3
+"""
+PAGE_LIMIT_S = 600
+SERVER_LIMIT_S = 180
+GRACE_S = 30.0
+TAIL_CHARACTERS = 6000
+
+
+@dataclass(frozen=True)
+class Block:
+    """One ```bash block of a page and the comment before it."""
+
+    note: str
+    code: str
+
+    @property
+    def is_server(self) -> bool:
+        return self.note == "server"
+
+    @property
+    def elsewhere(self) -> str | None:
+        return self.note.removeprefix("elsewhere: ") if self.note.startswith("elsewhere: ") else None
+
+    @property
+    def port(self) -> int:
+        found = PORT.search(self.code)
+        return int(found[1]) if found else 8000
+
+
+def blocks(text: str) -> list[Block]:
+    return [Block(match["note"] or "", match["code"]) for match in BLOCK.finditer(text)]
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def smaller(code: str) -> str:
+    for large, small in SMALLER.items():
+        code = code.replace(large, small)
+    pattern, replacement = SMALL_VOCABULARY
+    return pattern.sub(replacement, code)
+
+
+def script(page: list[Block]) -> str:
+    """The blocks as one shell script that ends at the first command that fails."""
+    parts = ["set -euo pipefail"]
+    for number, block in enumerate(page, start=1):
+        if block.elsewhere:
+            continue
+        parts.append(f"echo '==== block {number}'")
+        code = smaller(block.code)
+        if not block.is_server:
+            parts.append(code)
+            continue
+        server, log = f"server_{block.port}", f"server_{number}.log"
+        # A server is the only child of the subshell that it is started in.
+        parts.append(f'if [ -n "${{{server}:-}}" ]; then kill $(cat /proc/${server}/task/${server}/children) || true; wait ${server} || true; fi')
+        parts.append(f"(\n{code}\nexit) > {log} 2>&1 < /dev/null &\n{server}=$!")
+        parts.append(
+            f"for second in $(seq {SERVER_LIMIT_S}); do curl -sf http://localhost:{block.port}/health > /dev/null && break; "
+            f"kill -0 ${server} 2> /dev/null || {{ echo 'the server has ended'; exit 1; }}; "
+            f"[ $second -lt {SERVER_LIMIT_S} ] || {{ echo 'the server does not answer'; exit 1; }}; sleep 1; done"
+        )
+    return "\n".join(parts)
+
+
+def failing_block(page: list[Block], output: str, folder: Path) -> str:
+    """What a reader of the test's failure wants to see: the block, what it printed, and the servers' last words."""
+    *_, (number, start) = [(0, 0), *((int(match[1]), match.end()) for match in re.finditer(r"^==== block (\d+)$", output, re.MULTILINE))]
+    code = smaller(page[number - 1].code) if number else "(before the first block)"
+    logs = [f"\n{log.name} ends with:\n{log.read_text()[-2000:]}" for log in sorted(folder.glob("server_*.log"))]
+    return f"block {number}:\n\n{code}\nprinted:\n{output[start:][-TAIL_CHARACTERS:]}{''.join(logs)}"
+
+
+def left_running(marker: str) -> list[int]:
+    """The processes that have the marker in their environment."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in environ.read_bytes() and is_running(int(environ.parent.name)):
+                found.append(int(environ.parent.name))
+    return found
+
+
+def is_running(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def run_page(page: list[Block], folder: Path, environment: dict[str, str]) -> str:
+    """Runs the blocks in the folder and ends what they have started; fails with the block that failed, or where something outlives its end."""
+    for port in {block.port for block in page if block.is_server}:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)), f"port {port} is taken: end what listens there, the page starts its own server"
+    marker = f"HEADSTART_DOCS_PAGE={uuid.uuid4().hex}"
+    log = folder / "page.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            ["bash", "-c", script(page)],
+            cwd=folder,
+            env=environment | dict([marker.split("=")]),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code: int | str = process.wait(PAGE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        code = f"none after {PAGE_LIMIT_S} s"
+    left = end_all(process, marker)
+    assert code == 0, f"exit code {code}. {failing_block(page, log.read_text(), folder)}"
+    assert not left, f"still running, and killed: {left}"
+    return log.read_text()
+
+
+def end_all(process: subprocess.Popen[bytes], marker: str) -> list[int]:
+    """Asks all that the page has left to end, as its reader does by Ctrl-C; the processes that had to be killed."""
+    seen = left_running(marker)  # of a process that is just ending, the environment goes before its sockets do
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT if process.poll() is None else signal.SIGTERM)
+    until = time.monotonic() + GRACE_S
+    while left := sorted({*left_running(marker), *(number for number in seen if is_running(number))}):
+        if time.monotonic() > until:
+            for number in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+            break
+        time.sleep(0.1)
+    process.wait()
+    for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
+        path.unlink(missing_ok=True)
+    return left
+
+
+@pytest.fixture(scope="session")
+def docs_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reader's model."""
+    folder = tmp_path_factory.mktemp("docs_model") / "my-model"
+    torch.set_num_threads(1)
+    assert write_model(folder) < 0.6  # It was 6.2 when it had learned nothing.
+    return folder
+
+
+@pytest.fixture(scope="session")
+def docs_conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reader's conversations."""
+    path = tmp_path_factory.mktemp("docs_conversations") / "conversations.json"
+    write_conversations(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory, docs_model: Path, docs_conversations: Path) -> Path:
+    """A checkout with the reader's model and conversations in it."""
+    folder = tmp_path_factory.mktemp("reader") / "headstart"
+    folder.mkdir()
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, folder / name)
+    (folder / ".venv").symlink_to(Path(sys.prefix))
+    shutil.copytree(docs_model, folder / "my-org" / "my-model")
+    shutil.copy(docs_conversations, folder / "conversations.json")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the command `vllm`. That of the CPU build cannot start (eval/vllm_cli.py says why), so it is ours that does the same."""
+    try:
+        engine = engine_python()
+    except EngineError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "vllm").write_text(f'#!/bin/sh\nexec "{engine}" -I "{ROOT}/eval/vllm_cli.py" "$@"\n')
+    (folder / "vllm").chmod(stat.S_IRWXU)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reader_environment(engine_tools: Path) -> dict[str, str]:
+    """The environment of the reader's shell, without the Hub."""
+    names = ("PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    ours = {name: value for name, value in worker_environment().items() if name not in names}
+    path = os.pathsep.join([str(Path(sys.prefix) / "bin"), str(engine_tools), os.environ["PATH"]])
+    return ours | {"PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def finished_run(workplace: Path, reader_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """runs/my-drafter as own-model.md makes it, for the pages that go on from there; made in a place of the same kind."""
+    folder = tmp_path_factory.mktemp("finished") / "headstart"
+    shutil.copytree(workplace, folder, symlinks=True)
+    run_page([Block("", FINISHED_RUN)], folder, reader_environment)
+    return folder / "runs"
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, page: Path, workplace: Path, tmp_path: Path) -> Path:
+    """A workplace of this page's own."""
+    folder = tmp_path / "headstart"
+    shutil.copytree(workplace, folder, symlinks=True)
+    if page.name != MAKES_ITS_OWN_RUN and any("runs/my-drafter" in block.code for block in blocks(page.read_text())):
+        shutil.copytree(request.getfixturevalue("finished_run"), folder / "runs")
+    return folder
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_works(page: Path, place: Path, reader_environment: dict[str, str], loopback_hub: Any) -> None:
+    run_page(blocks(page.read_text()), place, reader_environment | loopback_hub.environment())
+
+
+# --- the pages, without running anything ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_page_has_commands_and_what_it_points_to_is_there(page: Path) -> None:
+    text = page.read_text()
+    assert text.count("```bash") == len(blocks(text)) > 0, f"{page.name}: a ```bash block is not closed, or there is none"
+    for path, anchor in LINK.findall(text):
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} points to {path}"
+        assert not anchor or anchor in anchors(target.read_text()), f"{page.name} points to #{anchor} of {target.name}"
+    for block in blocks(text):
+        assert block.note == "" or block.is_server or block.elsewhere, f"{page.name}: what is {block.note!r}?"
+        if block.elsewhere:
+            names = re.findall(r"[\w./-]+\.(?:sh|py|yaml|example)", block.code)
+            assert any(Path(name).name in (ROOT / block.elsewhere).read_text() for name in names), f"{block.elsewhere} runs none of {names}"
+
+
+# --- the harness itself -----------------------------------------------------------------------------------------------------
+
+
+def bare_environment() -> dict[str, str]:
+    return {"PATH": os.environ["PATH"]}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def page_with_server(port: int, *rest: str) -> list[Block]:
+    # A file `health` is what this server answers with.
+    server = f"touch health\n{sys.executable} -m http.server --bind 127.0.0.1 --port {port}\n"
+    # http.server takes the port as an argument of its own; --port is what the harness reads.
+    return [Block("server", server.replace(f"--port {port}", f"{port} # --port {port}")), *(Block("", code) for code in rest)]
+
+
+def test_blocks_share_one_shell_and_a_server_ends_with_its_page(tmp_path: Path) -> None:
+    port = free_port()
+    ask = "answer=$(curl -s -o /dev/null -w '%{http_code}' http://localhost:PORT/health)\n"
+    page = page_with_server(port, ask.replace("PORT", str(port)), "echo got $answer\n")
+    assert "got 200" in run_page(page, tmp_path, bare_environment())
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port))
+
+
+def test_a_second_server_takes_the_port_of_the_first(tmp_path: Path) -> None:
+    first = page_with_server(free_port())[0]
+    run_page([first, first], tmp_path, bare_environment())
+    assert "Address already in use" not in (tmp_path / "server_2.log").read_text()
+
+
+def test_a_failure_shows_the_block_and_what_it_printed(tmp_path: Path) -> None:
+    page = [Block("", "echo fine\n"), Block("", "echo so far\nfalse | cat\necho further\n"), Block("", "echo never\n")]
+    with pytest.raises(AssertionError) as caught:
+        run_page(page, tmp_path, bare_environment())
+    message = str(caught.value)
+    assert "exit code 1. block 2:" in message and "false | cat" in message and "so far" in message
+    assert "never" not in message and "echo fine" not in message
+
+
+def test_a_server_that_does_not_start_fails_its_page_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)the server has ended.*no such model"):
+        run_page([Block("server", f"echo no such model; exit 1 # --port {free_port()}\n")], tmp_path, bare_environment())
+
+
+def test_a_taken_port_is_said_before_anything_is_run(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AssertionError, match=f"port {port} is taken"):
+            run_page(page_with_server(port), tmp_path, bare_environment())
+    assert not (tmp_path / "page.log").exists()
+
+
+def test_what_outlives_a_page_is_found_in_any_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "GRACE_S", 0.5)
+    page = [Block("", "setsid sleep 300 > /dev/null 2>&1 < /dev/null &\nsleep 1\n")]
+    with pytest.raises(AssertionError, match="still running, and killed"):
+        run_page(page, tmp_path, bare_environment())

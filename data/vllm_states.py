@@ -46,7 +46,7 @@ MAX_BATCHED_TOKENS = 8192
 _WINDOW_BATCHES = 4
 # Of each GPU's memory: our own processes hold a context on it, and rank 0 encodes there.
 _GPU_MEMORY = 0.85
-_END_S = 15.0
+_END_S = 30.0
 # What launchers tell their processes; the engine has ranks of its own.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _NOISE = ("Traceback", "File ", "[rank", "During handling", "The above exception")

@@ -2,12 +2,13 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-all lint types vllm peers clean
+.PHONY: help setup quickstart test test-slow test-all lint types vllm peers sglang clean
 
 PYTHON ?= python3
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
 SPECULATORS_VERSION := 0.9.0
+SGLANG_VERSION := 0.5.23
 # "cuda" or "cpu". Say TORCH_BUILD=cuda where this machine has no GPU and those that will run it have.
 TORCH_BUILD ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 
@@ -20,6 +21,8 @@ VLLM_ENV := $(HOME)/.cache/headstart/$(VLLM_PACKAGE)-$(VLLM_VERSION)
 VLLM_READY := $(VLLM_ENV)/.ready
 PEERS_ENV := $(HOME)/.cache/headstart/speculators-$(SPECULATORS_VERSION)
 PEERS_READY := $(PEERS_ENV)/.ready
+SGLANG_ENV := $(HOME)/.cache/headstart/sglang-cpu-$(SGLANG_VERSION)
+SGLANG_READY := $(SGLANG_ENV)/.ready
 
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-input
 
@@ -28,6 +31,7 @@ help:
 	@echo "make test         the tests; test-slow: those with the real vLLM and the long ones; test-all: both"
 	@echo "make vllm         install the real vLLM in an environment of its own (~/.cache/headstart, about 4 GB)"
 	@echo "make peers        install the trainer that bench/training_step.py measures beside ours, likewise (about 1.5 GB)"
+	@echo "make sglang       install SGLang's model classes for the CPU, likewise: tests load our exports with them (about 1.4 GB)"
 	@echo "make lint         ruff;  make types: mypy;  make clean: remove .venv and caches, never runs/"
 
 setup: $(READY)
@@ -54,6 +58,8 @@ types: $(READY)
 vllm: $(VLLM_READY)
 
 peers: $(PEERS_READY)
+
+sglang: $(SGLANG_READY)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
@@ -100,4 +106,15 @@ else
 # As for vLLM above.
 	$(PEERS_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endif
+	@touch $@
+
+# What SGLang's model classes import, and no more: its own list brings CUDA kernels, and its server needs a GPU (tests/sglang_worker.py).
+$(SGLANG_READY):
+	@echo "setting up $(SGLANG_ENV): SGLang $(SGLANG_VERSION), a minute, once"
+	$(PYTHON) -m venv $(SGLANG_ENV)
+	$(SGLANG_ENV)/bin/python $(INSTALL) torch==$(TORCH_VERSION)+cpu || $(SGLANG_ENV)/bin/python $(INSTALL) torch==$(TORCH_VERSION)
+	$(SGLANG_ENV)/bin/python $(INSTALL) --no-deps sglang==$(SGLANG_VERSION) compressed-tensors==0.18.0
+	$(SGLANG_ENV)/bin/python $(INSTALL) transformers==5.19.0 openai==2.8.0 apache-tvm-ffi==0.1.11 sentencepiece==0.2.1 \
+	  aiohttp dill gguf ipython loguru msgspec numpy orjson partial_json_parser pillow prometheus-client psutil pybase64 pydantic pyzmq requests \
+	  safetensors starlette tqdm
 	@touch $@

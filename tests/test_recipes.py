@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from checkpoints.export import validate_export
 from eval.evaluation import Evaluation
 from train.cli import main
-from train.run import Run
+from train.training import Training
 
 ALGORITHMS = ("eagle3", "eagle1", "medusa1", "medusa2")
 # What makes a run a small one, and two ranks equal to one: dropout is drawn by each rank for itself.
@@ -108,15 +108,15 @@ def assert_same_weights(run_dir: Path, reference: Path, tolerance: float) -> Non
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(
     runs: dict[str, Path], shared_arguments: list[str], algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = Run._save
+    save = Training._save
 
-    def save_and_stop(self: Run, engine: Any, step: int) -> None:
-        save(self, engine, step)
+    def save_and_stop(self: Training, engine: Any, step: int, fingerprint: str, started: float) -> None:
+        save(self, engine, step, fingerprint, started)
         if step == 4:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_save", save_and_stop)
+        patched.setattr(Training, "_save", save_and_stop)
         with pytest.raises(KeyboardInterrupt):
             run(algorithm, [*shared_arguments, "--name", "interrupted"])
     torch.manual_seed(12345)  # another process has another random state

@@ -19,17 +19,13 @@ interrupted run stopped. Every process of a launch runs this file; rank 0 does w
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import shutil
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file
@@ -42,49 +38,34 @@ from checkpoints.hub import upload_after_run
 from checkpoints.hub_client import check_can_upload
 from checkpoints.metrics import read_metrics
 from checkpoints.provenance import TrainingFacts, collect_provenance, portable_name
-from checkpoints.resume import (
-    begin_checkpoint,
-    commit_checkpoint,
-    latest_checkpoint,
-    load_rng,
-    move_aside,
-    prune_checkpoints,
-    read_state,
-    save_rng,
-    write_state,
-)
 from checkpoints.serving import target_limits
-from data.batch import Features, drafter_batch
-from data.extract import document_lengths, extract, finish_store, is_served_by
-from data.loader import PackPlan, load_steps, shuffled_once, token_reader
+from data.extract import extract, finish_store, is_served_by
+from data.loader import shuffled_once
 from data.merge_adapter import write_merged
 from data.prepare import prepare
 from data.regenerate_stage import LocalAnswers, regenerate
 from data.server_answers import ServerAnswers
-from data.shards import INDEX_FILE, FeatureStore, StoreHeader
+from data.shards import INDEX_FILE, StoreHeader
 from data.target import (
     Target,
     TargetConfig,
-    TargetHeads,
     base_and_adapter,
     check_plain_logits,
-    load_target_heads,
     load_tokenizer,
     stored_dtype,
     target_fingerprint,
     target_hf_config,
 )
 from data.vllm_states import VllmSource
-from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
-from train.best import BestStep, best_weights
+from train.best import best_weights
 from train.config import RunConfig, save_config, to_json
-from train.drafters.base import Drafter, load_drafter_class
-from train.engine import DeepSpeedEngine, Engine, Precision, Processes, StepRates, TorchEngine, check_launch, read_deepspeed_config, resolve_precision
+from train.drafters.base import load_drafter_class
+from train.engine import Processes, check_launch, read_deepspeed_config
 from train.evaluator import Evaluator
 from train.launcher import check_shared_folder
-from train.metrics import MetricsLog
 from train.stages import Stage, StageRecords, source_identity
 from train.trackers import Trackers, check_trackers
+from train.training import Samples, Training
 from train.warm_start import load_warm_start
 
 
@@ -121,17 +102,21 @@ class Run:
             check_can_upload(config.push_to_hub)  # not after a day of training
         self.target_config: PretrainedConfig = target_hf_config(config.target)
         check_plain_logits(self.target_config)
-        self.drafter_class = load_drafter_class(config.drafter.algorithm)
-        self.drafter_class.check_target(self.target_config)
-        self.request = self.drafter_class.feature_request_of(config.drafter, self.target_config)
+        drafter_class = load_drafter_class(config.drafter.algorithm)
+        drafter_class.check_target(self.target_config)
+        self.request = drafter_class.feature_request_of(config.drafter, self.target_config)
         self._say_engine_limits()
         self.given = config  # as the user gave it; `config` names the merged target
         self.base, self.adapter = base_and_adapter(config.target)
         if self.adapter is not None:
             self._merge_adapter()
         self.target_id = target_fingerprint(self.config.target)
-        self.warm_start = load_warm_start(config.train.init_from, config.drafter, self.target_config, self.request, processes.is_main)
+        warm_start = load_warm_start(config.train.init_from, config.drafter, self.target_config, self.request, processes.is_main)
+        self.training = Training(
+            self.config, drafter_class, self.target_config, self.request, warm_start, evaluator, processes, self.trackers
+        )
         self._target: Target | None = None
+        self._stage_started = time.monotonic()
         if processes.is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             save_config(config, self.run_dir / "config.json")
@@ -260,9 +245,9 @@ class Run:
         settings = to_json(self.config.train)
         ignored = ("log_every", "save_every", "num_kept_checkpoints", "recompute", "init_from")
         settings = {name: value for name, value in settings.items() if name not in ignored}
-        settings["precision"] = self._precision()
-        if self.warm_start is not None:
-            settings["init_from"] = self.warm_start.digest
+        settings["precision"] = self.training.precision
+        if self.training.warm_start is not None:
+            settings["init_from"] = self.training.warm_start.digest
         drafter = {name: value for name, value in to_json(self.config.drafter).items() if name != "max_perplexity_increase"}
         if self.config.train.deepspeed_config is not None:  # what it says, wherever it lies
             settings["deepspeed_config"] = read_deepspeed_config(self.config.train.deepspeed_config)
@@ -278,172 +263,15 @@ class Run:
             },
             self.run_dir / "best.json",
         )
-        self._everywhere(self.train_stage, self._train, self._move_aside)
+        self._everywhere(self.train_stage, self._train, self.training.move_aside)
 
     def _train(self) -> None:
-        config, processes = self.config, self.processes
-        checkpoint = self._checkpoint_to_resume()
-        is_best_known = (self.run_dir / "best.json").exists()  # looked up before any rank can write it
-        self._choose_vocabulary()
-        if self.warm_start is not None and processes.is_main:
-            for difference in self.warm_start.differences(self.heads()):
-                print(f"note: --train.init-from {self.warm_start.source}: {difference}", flush=True)
-        drafter, plan, read = self.build_drafter(), self._plan(), self._reader()
-        engine = self._engine(drafter, plan)
-        num_steps = self._num_steps(plan)
-        first_step = 0
-        if checkpoint is not None:
-            resumed = read_state(checkpoint)
-            first_step = int(resumed["step"])
-            self._stage_started -= float(resumed["seconds"])
-            if config.train.engine == "deepspeed" and resumed["world_size"] != processes.world_size:
-                raise ValueError(f"{checkpoint} was written by {resumed['world_size']} ranks: DeepSpeed resumes with as many only")
-            engine.load(checkpoint)
-        log = MetricsLog(config, num_steps, first_step, self.trackers) if processes.is_main else None
-        keeper = None
-        if log is not None:
-            measure = self.evaluator.heldout(self.answers_dir, config.eval, processes.device)
-            keeper = BestStep(self.run_dir, self.build_drafter().to(processes.device), measure, log)
-        if checkpoint is not None and processes.rank < resumed["world_size"]:
-            load_rng(checkpoint, processes.rank)  # last: building a drafter draws random numbers
-        print(f"rank {processes.rank}: steps {first_step} to {num_steps} on {processes.device}", flush=True)
-
-        if first_step == num_steps and not is_best_known:  # trained before, but best.json is gone
-            self._measure(keeper, engine, num_steps)
-        steps = load_steps(plan, read, first_step, processes.rank, processes.world_size, config.features.mode == "offline")
-        for step in range(first_step, num_steps):
-            waiting = time.monotonic()
-            packs = next(steps)
-            waited_s = time.monotonic() - waiting
-            rates = StepRates(config.optim.rate(step, num_steps), drafter.schedule(step, num_steps))
-            output = engine.train_step([drafter_batch(pack) for pack in packs], rates)
-            done = step + 1
-            if not np.isfinite(output.loss):
-                raise ValueError(
-                    f"the loss is {output.loss} at step {done}: lower optim.learning_rate, then run again; {self.run_dir} keeps the last checkpoint"
-                )
-            if log is not None:
-                log.step(done, output, rates.rate, waited_s)
-            if done % config.train.heldout_every == 0 or done == num_steps:
-                self._measure(keeper, engine, done)
-            if done % config.train.save_every == 0 or done == num_steps:
-                self._save(engine, done)
-        if log is not None:
-            log.close()
-
-    def _measure(self, keeper: BestStep | None, engine: Engine, step: int) -> None:
-        """Held-out acceptance on rank 0; every rank takes part in gathering the weights."""
-        state = engine.state()
-        if keeper is not None:
-            keeper.measure(step, state)
-        self.processes.barrier()
-
-    def _checkpoint_to_resume(self) -> Path | None:
-        """The newest checkpoint of these very settings; those of other settings are moved aside, never deleted."""
-        if self.processes.is_main:
-            prune_checkpoints(self.run_dir, self.config.train.num_kept_checkpoints)
-            newest = latest_checkpoint(self.run_dir)
-            if newest is not None and read_state(newest)["fingerprint"] != self.train_stage.fingerprint:
-                self._move_aside()
-        self.processes.barrier()
-        return latest_checkpoint(self.run_dir)
-
-    def _move_aside(self) -> None:
-        aside = move_aside(self.run_dir)
-        if aside is not None:
-            print(f"the settings of training have changed: the earlier steps are now in {aside}", flush=True)
-
-    def _save(self, engine: Engine, step: int) -> None:
-        partial = self.run_dir / f"step_{step}.partial"
-        if self.processes.is_main:
-            begin_checkpoint(self.run_dir, step)
-        self.processes.barrier()
-        engine.save(partial)
-        save_rng(partial, self.processes.rank)
-        self.processes.barrier()
-        if self.processes.is_main:
-            seconds = round(time.monotonic() - self._stage_started, 2)
-            facts = {"step": step, "seconds": seconds, "fingerprint": self.train_stage.fingerprint, "world_size": self.processes.world_size}
-            write_state(partial, facts)
-            commit_checkpoint(partial)
-            prune_checkpoints(self.run_dir, self.config.train.num_kept_checkpoints)
-        self.processes.barrier()
-
-    def build_drafter(self, dtype: Literal["bfloat16", "float32"] | None = None) -> Drafter:
-        """The drafter as it is before the first step, the same on every rank and at every call.
-
-        Args:
-            dtype: of the target that it trains too, where it does; None is the training precision.
-        """
-        path = self._vocabulary_path()
-        vocabulary = None if path is None else DraftVocabulary.load(path)
-        torch.manual_seed(self.config.train.seed)
-        drafter = self.drafter_class(self.config.drafter, self.target_config, self.heads(), vocabulary)
-        drafter.recomputes = self.config.train.recompute
-        if self.warm_start is not None:
-            self.warm_start.load_into(drafter)
         if self.config.drafter.trains_target:
-            dtype = dtype or ("bfloat16" if self._precision() == "bf16" else "float32")
-            drafter.attach_target(Target.load(dataclasses.replace(self.config.target, dtype=dtype), self.processes.device))
-        return drafter
-
-    def heads(self) -> TargetHeads:
-        """The target's embedding, norm and head on this rank's device, in the training precision."""
-        dtype = torch.bfloat16 if self._precision() == "bf16" else torch.float32
-        return load_target_heads(self.config.target, self.processes.device, dtype)
-
-    def _engine(self, drafter: Drafter, plan: PackPlan) -> Engine:
-        config, processes = self.config, self.processes
-        if config.train.deepspeed_config is None:
-            return TorchEngine(drafter, config.optim, self._precision(), processes)
-        packs_per_rank = plan.packs_per_step // processes.world_size
-        return DeepSpeedEngine(drafter, config.optim, self._precision(), processes, config.train.deepspeed_config, packs_per_rank)
-
-    def _precision(self) -> Precision:
-        return resolve_precision(self.config.train.precision, self.processes.device.type)
-
-    def _choose_vocabulary(self) -> None:
-        """Chooses the run's draft vocabulary, once: it is never rebuilt under a trained head."""
-        path = self._vocabulary_path()
-        if self.processes.is_main and path is not None and not path.exists():
-            # Where the target's own answers are few, the conversations say better which tokens its users meet.
-            splits = [self._samples()] if self.samples_stage is self.prepare_stage else [self._samples(), self._prepared("train")]
-            samples = itertools.chain.from_iterable(split.with_format("numpy") for split in splits)
-            pairs = ((sample["input_ids"], sample["loss_mask"]) for sample in samples)
-            size = self.config.drafter.vocabulary_size(self.target_config.vocab_size)
-            assert size is not None
-            counts_V = count_supervised_tokens(pairs, self.target_config.vocab_size)
-            given = None if self.warm_start is None else self.warm_start.vocabulary(counts_V)
-            vocabulary = given or choose_draft_vocabulary(counts_V, size)
-            vocabulary.save(path)
-            print(f"draft vocabulary: {size} tokens cover {vocabulary.coverage:.2%} of the supervised tokens", flush=True)
-        self.processes.barrier()
-
-    def _vocabulary_path(self) -> Path | None:
-        """Where the draft vocabulary is kept; None where the drafter covers the whole vocabulary."""
-        has_own = self.config.drafter.vocabulary_size(self.target_config.vocab_size) is not None
-        return self.run_dir / "draft_vocab.json" if has_own else None
-
-    def _plan(self) -> PackPlan:
-        train = self.config.train
-        return PackPlan(
-            lengths=document_lengths(self._samples()), pack_tokens=train.pack_tokens, packs_per_step=train.packs_per_step, seed=train.seed
-        )
-
-    def _num_steps(self, plan: PackPlan) -> int:
-        num_steps = plan.num_steps(self.config.train.num_epochs)
-        return num_steps if self.config.train.max_steps is None else min(num_steps, self.config.train.max_steps)
-
-    def _reader(self) -> Callable[[Any], Features]:
-        """Features of a pack of documents, from the store or from the target at once."""
-        if self.config.features.mode == "offline":
-            store = FeatureStore.open(self.config.features_dir)
-            store.require(self.request.aux_layers, self.request.last)
-            return partial(store.read, aux_layers=self.request.aux_layers, last=self.request.last)
-        if self.config.drafter.trains_target:  # it has a target of its own; the one that answered is not needed any more
-            self._target = None
-            return token_reader(self._samples(), None, (), last=False)
-        return token_reader(self._samples(), self._loaded_target(), self.request.aux_layers, self.request.last)
+            self._target = None  # it has one of its own; the one that answered is not needed any more
+        # Where the target's own answers are few, the conversations say better which tokens its users meet.
+        more = [] if self.samples_stage is self.prepare_stage else [self._prepared("train")]
+        samples = Samples(self._samples(), [self._samples(), *more], self.answers_dir, self._loaded_target)
+        self._stage_started = self.training.run(samples, self.train_stage.fingerprint, self._stage_started)
 
     # --- after training -------------------------------------------------------------------------------------------------
 
@@ -467,7 +295,7 @@ class Run:
         def work() -> None:
             candidate = folder.with_suffix(".partial")
             shutil.rmtree(candidate, ignore_errors=True)
-            drafter = self.build_drafter(dtype="float32")
+            drafter = self.training.build_drafter(dtype="float32")
             drafter.load_trained(load_file(best_weights(self.run_dir)))
             drafter.save_target(candidate, stored_dtype(self.target_config))
             self.evaluator.compare_targets(  # raises where it has got worse
@@ -499,7 +327,7 @@ class Run:
         self.export_stage = Stage("export", {"train": self.best_stage.fingerprint}, self.run_dir / "export" / "config.json")
 
         def work() -> None:
-            drafter = self.build_drafter()
+            drafter = self.training.build_drafter()
             drafter.load_trained(load_file(best_weights(self.run_dir)))
             config, is_own = self.config, self.config.drafter.trains_target
             served, adapter = self.served_target.model, None
@@ -538,7 +366,7 @@ class Run:
                 best_step=json.loads((self.run_dir / "best.json").read_text())["step"],
             )
             config, device = self.config, self.processes.device
-            untrained = self.build_drafter()
+            untrained = self.training.build_drafter()
             self.evaluator.report(
                 self.run_dir, self.answers_dir, self.served_target, config.eval, device, config.data.sources, untrained, facts
             )

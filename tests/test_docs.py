@@ -14,6 +14,7 @@ recipe's 32,000 are more than the model has). Figures on the pages are those of 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ import torch
 from docs_reader import write_conversations, write_model
 
 from data.vllm_engine import EngineError, engine_python, worker_environment
+from eval.measurement import acceptance_from_json
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -284,7 +286,71 @@ def test_each_page_has_commands_and_what_it_points_to_is_there(page: Path) -> No
         assert block.note == "" or block.is_server or block.elsewhere, f"{page.name}: what is {block.note!r}?"
         if block.elsewhere:
             names = re.findall(r"[\w./-]+\.(?:sh|py|yaml|example)", block.code)
-            assert any(Path(name).name in (ROOT / block.elsewhere).read_text() for name in names), f"{block.elsewhere} runs none of {names}"
+            assert any(Path(name).stem in (ROOT / block.elsewhere).read_text() for name in names), f"{block.elsewhere} runs none of {names}"
+
+
+def results(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "bench" / "results" / name).read_text())
+
+
+def page_text(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def short(share: float, digits: int) -> str:
+    """A share as the pages write it: .364"""
+    return f"{share:.{digits}f}".removeprefix("0")
+
+
+def test_the_example_of_the_numbers_page_is_what_the_quickstart_measured() -> None:
+    text, document = page_text("numbers.md"), results("quickstart.json")
+    report, served = document["report"], document["serve"]
+    joint = [short(value, 4) for value in report["joint_acceptance"]]
+    assert f"| joint acceptance | {' | '.join(joint)} |" in text
+    assert f"| conditional acceptance | {' | '.join(short(value, 3) for value in report['conditional_acceptance'])} |" in text
+    assert f"tau = 1 + {' + '.join(joint)} = {report['tau']:.3f}" in text
+    assert f"{report['num_prompts']} held-out prompts, {report['num_verifications']:,} verifications" in text
+    assert f"after {report['train_seconds'] / 60:.1f} minutes of training" in text
+    third, given = report["joint_acceptance"][2], report["conditional_acceptance"][2]
+    assert f"in {third:.1%} of the verifications, and the third one in {given:.0%}" in text
+    assert f"vLLM {served['engine_version']} gave {served['measured']['tau']:.3f} with the same four shares, and all {served['num_outputs']}" in text
+    assert served["measured"]["joint_acceptance"] == report["joint_acceptance"] and served["num_identical_outputs"] == served["num_outputs"]
+    decoder = report["reference_decoder"]
+    ours = f"{decoder['tokens_per_s_plain']:.1f} tokens/s without and {decoder['tokens_per_s']:.1f} with"
+    assert ours in text and f"{served['tokens_per_s_plain']:.1f} and {served['tokens_per_s']:.1f} in vLLM" in text
+
+
+def test_the_recipes_table_is_what_the_bench_measured() -> None:
+    text, document = page_text("methods.md"), results("recipes.json")
+    for name, row in document["rows"].items():
+        low, high = row["tau_interval_95"]
+        joint = " ".join(short(value, 3) for value in row["joint_acceptance"])
+        line = f"| {row['tau']:.3f} ({low:.3f} to {high:.3f}) | {joint} | {row['tau_untrained']:.3f} | {row['tau_shuffled_states']:.3f} |"
+        assert line in text, f"{name}: {line}"
+        assert f"{row['num_train_tokens']:,} tokens" in text
+    assert f"| bigram table | {document['bigram_table']['tau']:.3f}" in text
+    first, third = (document["rows"]["eagle1"]["conditional_acceptance"][draft] for draft in (0, 2))
+    assert f"falls from {short(first, 2)} to {short(third, 2)} by the third draft" in text
+    backbone = document["rows"]["medusa2"]["backbone"]
+    assert f"{backbone['perplexity_before']:.2f} to {backbone['perplexity_after']:.2f}; {backbone['answer_token_agreement']:.1%} of" in text
+
+
+def test_the_comparison_table_is_what_the_bench_measured() -> None:
+    text, document = page_text("methods.md"), results("compare.json")
+    for method in document["methods"]:
+        acceptance, speeds = method["acceptance"], method["speed_by_batch"]
+        low, high = acceptance["tau_interval_95"]
+        domains = " | ".join(f"{method['acceptance_by_domain'][domain]['tau']:.2f}" for domain in ("chat", "code", "summarisation", "maths"))
+        ratios = f"{speeds['1']['ratio']:.2f} | {speeds['8']['ratio']:.2f}"
+        line = f"| {acceptance['tau']:.2f} ({low:.2f} to {high:.2f}) | {domains} | {ratios} | {sum(method['memory'].values()) / 2**20:.1f} |"
+        assert line in text, f"{method['name']}: {line}"
+        if method["name"] == "n-gram":
+            assert f"n-gram's tau between {low:.2f} and {high:.2f}" in text
+    about = document["about"]
+    assert f"{sum(document['domains'].values())} prompts x {about['max_new_tokens']} tokens, {about['dtype']}" in text
+    for name in ("n-gram", "Lookahead, prompt pool", "Lookahead"):
+        code, summaries, chat = (acceptance_from_json(document["repetition"][name][domain]) for domain in ("code", "summarisation", "chat"))
+        assert f"{(code + summaries).tau:.2f} against {chat.tau:.2f}" in text
 
 
 # --- the harness itself -----------------------------------------------------------------------------------------------------

@@ -15,11 +15,14 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 _POLL_S = 0.1
+# Dying takes a moment. Where nobody collects dead orphans, they look alive for ever.
+_KILLED_S = 5.0
 
 
 def start_guarded(command: Sequence[str], output: IO[str], environment: Mapping[str, str], folder: Path, grace_s: float) -> subprocess.Popen[bytes]:
@@ -64,10 +67,20 @@ def main(arguments: list[str]) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace_s)
             break
-    with contextlib.suppress(ProcessLookupError):  # whatever is left of the group, and nothing in the usual case
-        os.killpg(process.pid, signal.SIGKILL)
-    code = process.wait()
+    code = _end_group(process)
     return code if code >= 0 else 128 - code
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> int:
+    """Ends whatever is left of the process group and waits until it is gone; the exit code of its leader."""
+    with contextlib.suppress(ProcessLookupError):  # the usual case: nothing is left
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        end = time.monotonic() + _KILLED_S
+        while time.monotonic() < end:
+            os.killpg(process.pid, 0)  # raises when nobody is there any more
+            time.sleep(0.02)
+    return process.wait()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ SGLANG_VERSION := 0.5.23
 # "cuda" or "cpu". Say TORCH_BUILD=cuda where this machine has no GPU and those that will run it have.
 TORCH_BUILD ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 
+# Tests that run at a time.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -40,12 +43,12 @@ quickstart: $(READY)
 # Passive: spinning threads starve each other where anything else runs.
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python recipes/quickstart.py $(ARGS)
 
-# One thread: a second one starves whenever another process is busy (ten times slower, measured).
+# One thread: a second one starves whenever another process is busy (ten times slower, measured). A process a core instead.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(READY) $(VLLM_READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "engine or slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "engine or slow" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-all: test test-slow
 

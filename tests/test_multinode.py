@@ -106,8 +106,7 @@ def start(launcher: Any) -> Iterator[Any]:
     yield start_node
     for node in nodes:
         node.kill()
-    for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
-        path.unlink(missing_ok=True)
+    launcher.clear_shared_memory()
 
 
 def assert_both_end_well(*nodes: Node) -> None:

@@ -35,6 +35,7 @@ from docs_reader import write_conversations, write_model
 
 from data.vllm_engine import EngineError, engine_python, worker_environment
 from eval.measurement import acceptance_from_json
+from eval.process_guard import start_guarded, stop_guarded
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -98,7 +99,12 @@ def smaller(code: str) -> str:
 
 def script(page: list[Block]) -> str:
     """The blocks as one shell script that ends at the first command that fails."""
-    parts = ["set -euo pipefail"]
+    parts = [
+        "set -euo pipefail",
+        # A server is the only child of the subshell that it is started in.
+        "end_server() { kill $(cat /proc/$1/task/$1/children) 2> /dev/null || true; wait $1 || true; }",
+        'trap \'for name in ${!server_*}; do end_server "${!name}"; done\' EXIT',
+    ]
     for number, block in enumerate(page, start=1):
         if block.elsewhere:
             continue
@@ -108,8 +114,7 @@ def script(page: list[Block]) -> str:
             parts.append(code)
             continue
         server, log = f"server_{block.port}", f"server_{number}.log"
-        # A server is the only child of the subshell that it is started in.
-        parts.append(f'if [ -n "${{{server}:-}}" ]; then kill $(cat /proc/${server}/task/${server}/children) || true; wait ${server} || true; fi')
+        parts.append(f'if [ -n "${{{server}:-}}" ]; then end_server "${server}"; fi')
         parts.append(f"(\n{code}\nexit) > {log} 2>&1 < /dev/null &\n{server}=$!")
         parts.append(
             f"for second in $(seq {SERVER_LIMIT_S}); do curl -sf http://localhost:{block.port}/health > /dev/null && break; "
@@ -152,42 +157,31 @@ def run_page(page: list[Block], folder: Path, environment: dict[str, str]) -> st
     marker = f"HEADSTART_DOCS_PAGE={uuid.uuid4().hex}"
     log = folder / "page.log"
     with log.open("w") as file:
-        process = subprocess.Popen(
-            ["bash", "-c", script(page)],
-            cwd=folder,
-            env=environment | dict([marker.split("=")]),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        # Under the guard, so that a test run that is killed leaves nothing behind either.
+        guard = start_guarded(["bash", "-c", script(page)], file, environment | dict([marker.split("=")]), folder, GRACE_S)
     try:
-        code: int | str = process.wait(PAGE_LIMIT_S)
+        code: int | str = guard.wait(PAGE_LIMIT_S)
     except subprocess.TimeoutExpired:
         code = f"none after {PAGE_LIMIT_S} s"
-    left = end_all(process, marker)
+    finally:
+        stop_guarded(guard)
+        left = end_left(marker)
     assert code == 0, f"exit code {code}. {failing_block(page, log.read_text(), folder)}"
     assert not left, f"still running, and killed: {left}"
     return log.read_text()
 
 
-def end_all(process: subprocess.Popen[bytes], marker: str) -> list[int]:
-    """Asks all that the page has left to end, as its reader does by Ctrl-C; the processes that had to be killed."""
-    seen = left_running(marker)  # of a process that is just ending, the environment goes before its sockets do
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT if process.poll() is None else signal.SIGTERM)
+def end_left(marker: str) -> list[int]:
+    """Waits for what is just ending, in whatever session, and kills the rest; those that had to be killed."""
     until = time.monotonic() + GRACE_S
-    while left := sorted({*left_running(marker), *(number for number in seen if is_running(number))}):
+    while left := left_running(marker):
         if time.monotonic() > until:
             for number in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(number, signal.SIGKILL)
-            break
+            return left
         time.sleep(0.1)
-    process.wait()
-    for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
-        path.unlink(missing_ok=True)
-    return left
+    return []
 
 
 @pytest.fixture(scope="session")
@@ -388,6 +382,25 @@ def test_a_second_server_takes_the_port_of_the_first(tmp_path: Path) -> None:
     assert "Address already in use" not in (tmp_path / "server_2.log").read_text()
 
 
+def test_a_test_run_that_is_killed_leaves_nothing_of_a_page(tmp_path: Path) -> None:
+    code = "echo $$ > page_pid\\nsleep 300\\n"
+    killed = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]; from pathlib import Path; import test_docs; "
+        f"test_docs.run_page([test_docs.Block('', '{code}')], Path({str(tmp_path)!r}), test_docs.bare_environment())"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", killed])
+    until = time.monotonic() + 60
+    while not (tmp_path / "page_pid").exists() or not (tmp_path / "page_pid").read_text().strip():
+        assert time.monotonic() < until and runner.poll() is None
+        time.sleep(0.1)
+    page_process = int((tmp_path / "page_pid").read_text())
+    runner.kill()
+    runner.wait()
+    while is_running(page_process):
+        assert time.monotonic() < until, "the page outlives its test run"
+        time.sleep(0.1)
+
+
 def test_a_failure_shows_the_block_and_what_it_printed(tmp_path: Path) -> None:
     page = [Block("", "echo fine\n"), Block("", "echo so far\nfalse | cat\necho further\n"), Block("", "echo never\n")]
     with pytest.raises(AssertionError) as caught:
@@ -414,6 +427,7 @@ def test_a_taken_port_is_said_before_anything_is_run(tmp_path: Path) -> None:
 
 def test_what_outlives_a_page_is_found_in_any_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "GRACE_S", 0.5)
-    page = [Block("", "setsid sleep 300 > /dev/null 2>&1 < /dev/null &\nsleep 1\n")]
+    # Once it is called sleep, it is in a session of its own.
+    page = [Block("", "setsid sleep 300 > /dev/null 2>&1 < /dev/null &\nuntil grep -q sleep /proc/$!/comm; do sleep 0.1; done\n")]
     with pytest.raises(AssertionError, match="still running, and killed"):
         run_page(page, tmp_path, bare_environment())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -61,6 +62,18 @@ class RequestFailed(Exception):
         super().__init__(message)
         self.reason = reason
         self.is_final = is_final
+
+
+def api_key() -> str:
+    """The server's key, empty where none is set.
+
+    Raises:
+        ServerError: if it cannot be sent: the HTTP layer would print it.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not re.fullmatch(r"[\x21-\x7e]*", key):
+        raise ServerError(f"{KEY_VARIABLE} holds characters that no key has, such as a line break in it: set it to the server's key")
+    return key
 
 
 @dataclass(frozen=True)
@@ -124,7 +137,7 @@ class OpenAIClient:
     config: ServerConfig
     num_retries: int = 0
     _http: Any = field(default=None, repr=False)
-    _key: str = field(default_factory=lambda: os.environ.get(KEY_VARIABLE, "").strip(), repr=False)
+    _key: str = field(default_factory=api_key, repr=False)
     _failures_in_a_row: int = 0
     _last_note: float = float("-inf")
 
@@ -228,6 +241,8 @@ class OpenAIClient:
         if status in _NOT_THERE or status < 400:
             hint = "" if url.rstrip("/").endswith("/v1") else "; the URL usually ends in /v1"
             raise ServerError(f"{url} answers {status} to /{path}: {message}{hint}")
+        if path == "models":  # nothing of a conversation's: it must not count as one that was refused
+            raise ServerError(f"{url} answers {status} to /{path}: {message}: is this an OpenAI-compatible server, and http or https as it expects?")
         is_context = status in (400, 413, 422) and any(word in message.lower() for word in _CONTEXT_WORDS)
         reason = "context_too_long" if is_context else "bad_request" if status in (400, 413, 422) else f"http_{status}"
         if not is_context:

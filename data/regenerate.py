@@ -89,8 +89,11 @@ class RegenerateConfig:
             raise ValueError("expected at least one source and the output: python -m data.regenerate SOURCE... OUT.jsonl")
         if not self.paths[-1].endswith(".jsonl"):
             raise ValueError(f"the last argument is the output, and {self.paths[-1]!r} does not end in .jsonl")
-        if self.paths[-1] in self.paths[:-1]:
-            raise ValueError(f"{self.paths[-1]} is both a source and the output")
+        for source in self.paths[:-1]:
+            if self.out.resolve() == Path(source).resolve():
+                raise ValueError(f"{self.out} is both a source and the output, which would replace it: name another output")
+            if Path(source).resolve() in self.out.resolve().parents:
+                raise ValueError(f"{self.out} is in the source {source}, which would be read with it the next time: name another place")
         if (self.server is None) == (self.target is None):
             raise ValueError("name either --server URL --model NAME or --target MODEL: who answers?")
         if (self.server is None) != (self.model is None):
@@ -104,6 +107,8 @@ class RegenerateConfig:
                 f"temperature is {self.temperature}, top-p {self.top_p}, max-new-tokens {self.max_new_tokens}, batch-sequences "
                 f"{self.batch_sequences}: expected at least 0, more than 0 and at most 1, at least 1, at least 1"
             )
+        if self.max_conversations is not None and self.max_conversations < 1:
+            raise ValueError(f"max-conversations is {self.max_conversations}, expected at least 1")
         self.who_answers()
         self.extra()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
+from data.openai_client import api_key
 from data.vllm_engine import EngineError
 from eval.vllm_server import is_loopback
 
@@ -77,7 +77,7 @@ class _TryAgain(Exception):
 
 def api_headers() -> dict[str, str]:
     """The key of the server, where the user has one: OPENAI_API_KEY."""
-    key = os.environ.get("OPENAI_API_KEY")
+    key = api_key()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

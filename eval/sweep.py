@@ -159,8 +159,12 @@ def _server(run: RunFiles, options: SweepOptions, log: Path, has_drafter: bool, 
 
 
 def _base_url(url: str) -> str:
-    parsed = httpx2.URL(url)
-    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
+    try:
+        parsed = httpx2.URL(url)
+        is_right = parsed.scheme in ("http", "https") and bool(parsed.host) and not parsed.userinfo
+    except httpx2.InvalidURL:
+        is_right = False
+    if not is_right:
         raise ValueError("a server's URL is http://HOST:PORT or https://HOST, without a name or password in it (the key comes from OPENAI_API_KEY)")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 

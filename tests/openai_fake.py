@@ -86,7 +86,7 @@ class FakeServer:
                     self.reply(404, {"error": {"message": f"no route {self.path}"}})
                     return
                 fault = fake.fault({}, 0)
-                if fault is not None and fault.status in (401, 403):
+                if fault is not None and fault.status in (400, 401, 403):
                     self.reply(fault.status, {"error": {"message": fault.message}})
                     return
                 self.reply(200, {"object": "list", "data": [{"id": fake.model, "max_model_len": fake.max_model_len}]})

@@ -323,6 +323,38 @@ def test_a_key_is_sent_and_never_shown(server: FakeServer, source: Path, capsys:
         assert "sk-secret" not in path.read_text()
 
 
+@pytest.mark.parametrize("key", ["sk-secret-1\nsk-secret-2", "sk-secret-\u20ac"])
+def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(
+    server: FakeServer, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    message = stopped(server, source, capsys, "--max-retries", "0")
+    assert "OPENAI_API_KEY holds characters that no key has" in message and "secret" not in message
+
+
+def test_a_server_that_refuses_to_list_its_models_is_one_line(server: FakeServer, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.fault = lambda body, count: None if body else Fault(status=400, message="The plain HTTP request was sent to HTTPS port")
+    message = stopped(server, source, capsys)
+    assert "answers 400 to /models: The plain HTTP request was sent to HTTPS port: is this an OpenAI-compatible server" in message
+
+
+@pytest.mark.parametrize("way", ["dot", "link", "folder"])
+def test_an_output_that_is_a_source_under_another_spelling_is_refused_and_kept(
+    server: FakeServer, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.chdir(source.parent)
+    own = Path("own.jsonl")
+    own.write_text(json.dumps(json.loads(source.read_text())[0]) + "\n")
+    Path("link.jsonl").symlink_to(own.name)
+    named = {"dot": ("./own.jsonl", "own.jsonl"), "link": ("own.jsonl", "link.jsonl"), "folder": (".", "own.jsonl")}[way]
+    before = own.read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        main([*named, "--server", server.url, "--model", "tiny", "--start-anew"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("is in the source" if way == "folder" else "is both a source and the output") in said
+    assert own.read_bytes() == before and server.bodies == []
+
+
 def test_a_server_that_is_not_there_is_one_line(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         pass
@@ -474,6 +506,7 @@ def test_two_commands_do_not_write_the_same_output(source: Path, capsys: pytest.
         (["a.json", "b.jsonl", "--server", "http://x/v1", "--model", "m", "--extra-body", "{"], "--extra-body is no JSON"),
         (["a.json", "b.jsonl", "--server", "http://x/v1", "--model", "m", "--extra-body", '{"n": 2}'], "--extra-body holds n"),
         (["a.json", "b.jsonl", "--server", "http://x/v1", "--model", "m", "--top-p", "0"], "top-p 0.0"),
+        (["a.json", "b.jsonl", "--server", "http://x/v1", "--model", "m", "--max-conversations", "0"], "max-conversations is 0, expected at least 1"),
         (["a.json", "b.jsonl", "--server", "http://x/v1", "--model", "m", "--concurrency", "0"], "concurrency is 0"),
         (["nowhere.json", "b.jsonl", "--server", "http://x/v1", "--model", "m"], "there is no file or folder 'nowhere.json'"),
     ],

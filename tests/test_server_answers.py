@@ -140,6 +140,9 @@ def test_where_the_server_stands_and_how_fast_it_is_asked_do_not_make_answers_st
         ({"server": "http://a/v1"}, "answers.server has no effect with answers.source dataset"),
         ({"source": "target", "model": "x"}, "have no effect without answers.server"),
         ({"source": "target", "concurrency": 3}, "have no effect without answers.server"),
+        ({"source": "target", "max_conversations": 0}, "expected at least 1"),
+        ({"source": "target", "server": "localhost:8000"}, "expected a URL"),
+        ({"source": "target", "server": "http://me:secret@host:8000/v1"}, "^(?!.*secret).*OPENAI_API_KEY"),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], expected: str) -> None:

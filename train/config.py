@@ -50,6 +50,10 @@ class AnswersConfig:
             raise ValueError("answers.server has no effect with answers.source dataset: set answers.source target")
         if self.server is None and (self.model is not None or self.concurrency != type(self).concurrency):
             raise ValueError("answers.model and answers.concurrency have no effect without answers.server")
+        if self.max_conversations is not None and self.max_conversations < 1:
+            raise ValueError(f"answers.max_conversations is {self.max_conversations}, expected at least 1")
+        if self.server is not None and ServerConfig(self.server, self.model or "", self.concurrency).shown_url != self.server:
+            raise ValueError("answers.server holds a name or password, which config.json and trackers would show: set OPENAI_API_KEY instead")
 
     def served_by(self, target: TargetConfig) -> ServerConfig | None:
         """The server that answers; None where the target is run here."""

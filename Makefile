@@ -58,7 +58,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-vllm: $(VLLM_READY)
+vllm: $(BIN)/vllm
 
 peers: $(PEERS_READY)
 
@@ -96,6 +96,11 @@ else
 	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endif
 	@touch $@
+
+# The command `vllm`, so that what a run prints works as it stands; eval/vllm_cli.py says why it is not the engine's own.
+$(BIN)/vllm: Makefile | $(READY) $(VLLM_READY)
+	@printf '#!/bin/sh\nexec "%s" -I "%s" "$$@"\n' "$(VLLM_ENV)/bin/python" "$(CURDIR)/eval/vllm_cli.py" >$@
+	@chmod +x $@
 
 # What bench/training_step.py compares with.
 $(PEERS_READY):

@@ -286,7 +286,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         config = tyro.cli(ConvertConfig, args=args, prog="python -m checkpoints.convert")
         print_converted(convert(config), config)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

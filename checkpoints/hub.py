@@ -186,7 +186,13 @@ def read_run(config: HubConfig) -> RunFacts:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing: run the recipe to its end first")
-    return json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): run the recipe again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged, expected a JSON object: run the recipe again")
+    return found
 
 
 def _refuse_stale(run: Path) -> None:

@@ -82,8 +82,10 @@ def read_adapter(name: str) -> AdapterFiles:
     config_path = _file(name, ADAPTER_CONFIG)
     try:
         config: dict[str, Any] = json.loads(config_path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{config_path} is not JSON ({error}): copy or download the adapter again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{config_path} is no JSON object: copy or download the adapter again")
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ValueError(

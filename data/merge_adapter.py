@@ -73,7 +73,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         config = tyro.cli(MergeConfig, args=args, prog="python -m data.merge_adapter")
         write_merged(config.target, config.out)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{config.out} is the model to serve, and to name as --target.model")

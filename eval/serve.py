@@ -269,7 +269,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         config = tyro.cli(ServeConfig, args=args, prog="python -m eval.serve")
         return 0 if (http_check if config.is_http else serve_check)(config, console).is_passed else 1
-    except (ValueError, EngineError) as error:
+    except (ValueError, OSError, EngineError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -566,6 +566,14 @@ def test_other_contents_are_refused_with_what_was_found(tmp_path: Path, tiny_tar
     assert "expected the folder of a checkpoint or a Hub id" in refusal(capsys, tmp_path / "nowhere", out, "headstart")
 
 
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    source = write_layout(tmp_path / "source", "specforge")
+    assert main([str(source), str(tmp_path / "file" / "out"), "--to", "headstart"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and str(tmp_path / "file") in line
+
+
 def test_an_index_that_lies_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_layout(tmp_path / "source", "specforge")
     index, out = source / "model.safetensors.index.json", tmp_path / "out" / "ours"

@@ -549,6 +549,8 @@ def test_the_header_of_a_weights_file_is_searched_too(tmp_path: Path) -> None:
         (lambda run: shutil.rmtree(run / "export"), "holds no export: expected a run's folder"),
         (lambda run: (run / "export" / "model.safetensors").write_bytes(b"x" * 100), "breaks the eagle3 serving contract"),
         (lambda run: (run / "report.json").write_text('{"joint_acceptance": []}'), "its records lack 'temperature', another version"),
+        (lambda run: (run / "report.json").write_text('{"tau": '), "report.json is damaged"),
+        (lambda run: (run / "config.json").write_text("[]"), "config.json is damaged"),
         (lambda run: record(run, "export", inputs={"train": "other"}), "report.json is not of this export"),
         (lambda run: record(run, "evaluate", seconds=None), "report.json is not of this export"),
     ],

@@ -6,6 +6,7 @@ tests/table_run.py: the counts to expect follow by hand.
 
 import json
 import re
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -116,6 +117,23 @@ def test_both_runs_get_the_same_greedy_job(table_run, fake_engine, tmp_path):
     assert drafted["max_tokens"] == MAX_TOKENS
     different = {name for name in plain if plain[name] != drafted[name]}
     assert different == {"speculative", "reference_outputs"}
+
+
+@pytest.mark.parametrize("text", ['{"tau": ', "[]"])
+def test_a_damaged_report_is_named(table_run, fake_engine, tmp_path, capsys, text):
+    run = shutil.copytree(table_run, tmp_path / "run")
+    (run / "report.json").write_text(text)
+    assert main([str(run)]) == 2
+    assert "report.json is damaged" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_be_written_to_is_one_line(table_run, fake_engine, tmp_path, capsys):
+    run = shutil.copytree(table_run, tmp_path / "run")
+    (run / "serve.log").unlink(missing_ok=True)
+    (run / "serve.log").mkdir()
+    assert main([str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "serve.log" in error and error.count("\n") == 1
 
 
 def test_an_engine_that_fails_shows_the_end_of_its_log(table_run, fake_engine, capsys):

@@ -43,7 +43,8 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 def without_times(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock or the machine."""
-    return [{name: value for name, value in record.items() if name not in ("tokens_per_s", "wait_share", "peak_rss_bytes")} for record in records(run_dir)]
+    of_the_machine = ("tokens_per_s", "wait_share", "peak_rss_bytes")
+    return [{name: value for name, value in record.items() if name not in of_the_machine} for record in records(run_dir)]
 
 
 def assert_same_end(run_dir: Path, reference: Path) -> None:

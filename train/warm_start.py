@@ -1,7 +1,7 @@
 """A drafter that starts from another's weights: `--train.init-from` a folder or Hub id, of a run's export or of another tool's checkpoint.
 
-Place in the flow: checkpoints/foreign.py reads it -> `WarmStart` -> train/training.py, which takes its draft vocabulary and loads its weights into the
-drafter before the first step. What does not fit is told before any work. The weights are part of the train stage's fingerprint by their content.
+Place in the flow: checkpoints/foreign.py reads it -> `WarmStart` -> train/training.py, which takes its draft vocabulary and loads its weights into
+the drafter before the first step. What does not fit is told before any work. The weights are part of the train stage's fingerprint by their content.
 
 Shapes: W draft vocabulary, V target vocabulary.
 """

@@ -26,7 +26,7 @@ from data.conversations import read_conversations
 from data.openai_client import ServerConfig
 from data.report import DataReport
 from data.rewrite import Questions, RewriteChoices
-from data.rewrite_server import Sampling, rewrite_through
+from data.rewrite_server import Sampling, check_server, rewrite_through
 from data.rewritten_file import RewrittenFile
 
 _OWN_FIELDS = ("model", "messages", "stream", "n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed")
@@ -149,6 +149,9 @@ def regenerate_conversations(config: RegenerateConfig) -> dict[str, Any]:
     """
     started = time.monotonic()
     questions, source = _read_questions(config)
+    server = config.who_answers()
+    if config.start_anew and server is not None:
+        check_server(server)  # before an earlier output is emptied
     output = RewrittenFile.open(config.out, config.settings(), config.start_anew)
     try:
         waiting = [item for item in questions if item.key not in output]
@@ -164,6 +167,9 @@ def regenerate_conversations(config: RegenerateConfig) -> dict[str, Any]:
     finally:
         output.close()
     _print_report(report, config.out, output, time.monotonic() - started)
+    num_others = output.num_records - sum(item.key not in output.failures for item in questions)
+    if num_others:
+        print(f"  {num_others:,} records answer questions that are asked no more, and stay: --start-anew leaves them out", flush=True)
     if not output.num_records:
         example = next(iter(output.failures.values()))
         raise ValueError(f"no conversation was answered; {example.id}: {example.reason} ({example.message})")

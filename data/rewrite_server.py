@@ -55,6 +55,16 @@ def rewrite_through(server: ServerConfig, waiting: Sequence[Questions], choices:
     asyncio.run(_rewrite_all(server, waiting, choices, sampling, output))
 
 
+def check_server(server: ServerConfig) -> None:
+    """Raises ServerError unless the server is there and serves the model."""
+
+    async def check() -> None:
+        async with OpenAIClient(server) as client:
+            await client.check_model()
+
+    asyncio.run(check())
+
+
 async def _rewrite_all(
     server: ServerConfig, waiting: Sequence[Questions], choices: RewriteChoices, sampling: Sampling, output: RewrittenFile
 ) -> None:

@@ -355,6 +355,21 @@ def test_an_output_that_is_a_source_under_another_spelling_is_refused_and_kept(
     assert own.read_bytes() == before and server.bodies == []
 
 
+def test_starting_anew_keeps_the_old_answers_where_nobody_can_give_new_ones(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        regenerate(server, source)
+    before = source.with_name("out.jsonl").read_bytes()
+    assert "does not answer" in stopped(server, source, capsys, "--start-anew", "--max-retries", "0")
+    assert source.with_name("out.jsonl").read_bytes() == before
+
+
+def test_records_of_questions_that_the_sources_have_no_more_are_told(server: FakeServer, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    regenerate(server, source)
+    assert "no more" not in capsys.readouterr().out
+    assert len(regenerate(server, source, "--max-conversations", "3")) == 12
+    assert "9 records answer questions that are asked no more, and stay: --start-anew leaves them out" in capsys.readouterr().out
+
+
 def test_a_server_that_is_not_there_is_one_line(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         pass

@@ -58,8 +58,12 @@ class RunFiles:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt with its answer and the drafts past its end."""
-        return max(len(prompt) for prompt in self.prompts) + self.max_tokens + self.draft_length + 1
+        """Tokens of the longest prompt with its answer and two verifications past its end.
+
+        vLLM drafts for nobody in a batch in which one request might outgrow this, and takes that every draft in flight is accepted: with room for one
+        verification only, requests at once cost some acceptance (measured).
+        """
+        return max(len(prompt) for prompt in self.prompts) + self.max_tokens + 2 * (self.draft_length + 1)
 
     @property
     def target_path(self) -> str:

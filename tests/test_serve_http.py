@@ -396,8 +396,7 @@ sglang:num_requests_total{model_name="m",is_streaming="true"} 3.0
 
 @pytest.mark.engine
 def test_the_real_server_counts_what_the_table_says_and_changes_no_output_at_any_concurrency(table_run, monkeypatch):
-    """One request at a time is exact. With more at once this vLLM, with a server or without, accepts a few of the first drafts less on these models;
-    with a real drafter it counts the same at 1, 2, 4 and 8, but for one draft of 4,500 tokens."""
+    """One request at a time is exact; with more, a batch near the longest context would be left without drafts (`RunFiles.max_model_len`)."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert main([str(table_run), "--http", "--concurrency", "1", "2", "4"]) == 0
     written = result(table_run)

@@ -7,8 +7,8 @@ special about it:
     <!-- server -->                  starts a server: it is waited for, and stays until the page ends or starts another at the same port
     <!-- elsewhere: tests/x.py -->   this machine has not got what it needs; that test runs the same script with a stand-in
 
-`SMALLER` says what a machine with two cores and a model of 512 tokens replace: how many GPUs there are and how many tokens EAGLE-3 may draft (the
-recipe's 32,000 are more than the model has). Figures on the pages are those of bench/results.
+`SMALLER` says what a machine with two cores and a model of 512 tokens replace: how many GPUs there are, that vLLM compiles first, and how many tokens
+EAGLE-3 may draft (the recipe's 32,000 are more than the model has). Figures on the pages are those of bench/results.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ SMALLER = {
     "--nproc-per-node 4": "--nproc-per-node 2",
     "--config_file launch/accelerate.yaml": "--config_file launch/accelerate.yaml --num_processes 2",
     "--num_gpus 4": "--num_accelerators 2",
+    "vllm serve my-org/my-model": "vllm serve my-org/my-model --enforce-eager",  # without a minute of compiling
 }
 SMALL_VOCABULARY = (re.compile(r"((?:recipes/|launch/train_)eagle3\.py)"), r"\1 --drafter.draft-vocab-size 256")
 COPIED = ("train", "data", "recipes", "checkpoints", "eval", "launch", "bench", "tests", "docs", "Makefile", "pyproject.toml", "README.md")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import train.launcher
-from train.launcher import check_launcher, check_shared_folder
+from train.launcher import check_launcher, check_shared_folder, hold_run_folder
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 
@@ -97,3 +97,25 @@ def test_one_process_has_nobody_to_share_with(tmp_path: Path) -> None:
     ranks: Any = TwoRanks(1, tmp_path)
     ranks.world_size = 1
     check_shared_folder(tmp_path / "not there", ranks)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from train.launcher import hold_run_folder
+held = hold_run_folder(Path(sys.argv[1]))
+print(1, flush=True)
+input()
+"""
+
+
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_gone_however_it_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    root = Path(__file__).resolve().parent.parent
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None and first.stdout.readline()
+        with pytest.raises(ValueError, match=r"run is in use by another run: wait for it, end it, or choose another --name"):
+            hold_run_folder(tmp_path / "run")
+        first.kill()
+        first.wait()
+    hold_run_folder(tmp_path / "run").close()

@@ -6,12 +6,14 @@ have not, every process would take itself for the only one and write the same ru
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 # How many processes were started, by what starts them.
 _STARTED = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
@@ -80,3 +82,20 @@ def check_shared_folder(folder: Path, ranks: Ranks) -> None:
     ranks.barrier()
     if ranks.rank == 0:
         path.unlink()
+
+
+def hold_run_folder(run_dir: Path) -> TextIO:
+    """Keeps other runs away from a folder for as long as the returned file is open; a process that is killed gives it back.
+
+    Raises:
+        ValueError: if another run has it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    held = (run_dir / ".lock").open("a")
+    try:
+        fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise ValueError(f"{run_dir} is in use by another run: wait for it, end it, or choose another --name") from error
+        # Not every file system has locks; it is no worse there than without.
+    return held

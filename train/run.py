@@ -62,7 +62,7 @@ from train.config import RunConfig, save_config, to_json
 from train.drafters.base import load_drafter_class
 from train.engine import Processes, check_launch, read_deepspeed_config
 from train.evaluator import Evaluator
-from train.launcher import check_shared_folder
+from train.launcher import check_shared_folder, hold_run_folder
 from train.stages import Stage, StageRecords, source_identity
 from train.trackers import Trackers, check_trackers
 from train.training import Samples, Training
@@ -106,6 +106,7 @@ class Run:
         drafter_class.check_target(self.target_config)
         self.request = drafter_class.feature_request_of(config.drafter, self.target_config)
         self._say_engine_limits()
+        self._held = hold_run_folder(self.run_dir) if processes.is_main else None
         self.given = config  # as the user gave it; `config` names the merged target
         self.base, self.adapter = base_and_adapter(config.target)
         if self.adapter is not None:
@@ -118,7 +119,6 @@ class Run:
         self._target: Target | None = None
         self._stage_started = time.monotonic()
         if processes.is_main:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
             save_config(config, self.run_dir / "config.json")
         processes.barrier()
         check_shared_folder(self.run_dir, processes)
@@ -127,7 +127,6 @@ class Run:
         """A base with an adapter becomes one model, <run>/target: from here on it is the target, and what is served."""
         folder = self.run_dir / "target"
         if self.processes.is_main:
-            folder.parent.mkdir(parents=True, exist_ok=True)
             write_merged(self.config.target, folder)
         self.processes.barrier()
         self.config = dataclasses.replace(self.config, target=TargetConfig(str(folder), dtype=self.config.target.dtype))

@@ -460,7 +460,7 @@ def test_a_killed_command_goes_on_asks_each_conversation_once_more_at_most_and_e
 
 def test_an_interrupted_command_keeps_what_is_finished(source: Path) -> None:
     out = source.with_name("out.jsonl")
-    with FakeServer(delay_s=0.1) as server:
+    with FakeServer(delay_s=1.0) as server:
         process = start(command(server, source, "--concurrency", "2"))
         wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") >= 2, process)
         process.send_signal(signal.SIGINT)

@@ -143,10 +143,11 @@ def _too_large_target(plan: Plan) -> list[str]:
     missing = plan.target_memory_bytes - plan.machine.usable_bytes
     needed = plan.target_memory_bytes / (1 - plan.machine.margin) / 2**30
     return [
-        f"the target does not fit one GPU: it is loaded whole on each, and lacks {_gb(missing)}; it cannot be split over several GPUs yet. Possible "
-        f"now: run the same command, up to the training stage, on a machine with devices of {needed:,.0f} GiB, or on a CPU with as much host memory "
-        "for each process (CUDA_VISIBLE_DEVICES=, and --eval.dtype bfloat16 in every run; slow), with the runs/ folder on a disk that both see; then "
-        "train where training fits: it reads the store, and of the target embedding, head and norm only; and evaluate there again."
+        f"the target does not fit one GPU: it is loaded whole on each, and lacks {_gb(missing)}. Its states can be extracted by an engine that "
+        "splits it (--target-backend vllm --target-tensor-parallel N); it still answers and is evaluated whole. Possible for that: run the same "
+        f"command, up to the training stage, on a machine with devices of {needed:,.0f} GiB, or on a CPU with as much host memory for each process "
+        "(CUDA_VISIBLE_DEVICES=, and --eval.dtype bfloat16 in every run; slow), with the runs/ folder on a disk that both see; then train where "
+        "training fits: it reads the store, and of the target embedding, head and norm only; and evaluate there again."
     ]
 
 

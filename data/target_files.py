@@ -250,17 +250,18 @@ def check_plain_logits(config: PretrainedConfig) -> None:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The engines' default auxiliary states: HF hidden_states 2, L//2 and L-3. They ascend from seven layers on.
+    """The engines' default auxiliary states: HF hidden_states 2, L//2 and L-3; with fewer than seven layers, where these do not ascend, 1, L//2 and L-1.
 
     Raises:
         ValueError: if the target has too few layers for three ascending ones.
     """
-    layers = (2, num_layers // 2, num_layers - 3)
-    if not layers[0] < layers[1] < layers[2]:
-        raise ValueError(
-            f"a target of {num_layers} layers has no default auxiliary layers (2, L//2, L-3 = {layers} must ascend): set drafter.aux_layers"
-        )
-    return layers
+    for layers in ((2, num_layers // 2, num_layers - 3), (1, num_layers // 2, num_layers - 1)):
+        if layers[0] < layers[1] < layers[2]:
+            return layers
+    raise ValueError(
+        f"a target of {num_layers} layers has no three auxiliary layers (1, L//2, L-1 must ascend): name what there is, for example "
+        "--drafter.aux-layers 1"
+    )
 
 
 def load_target_heads(config: TargetConfig, device: torch.device | str, dtype: torch.dtype) -> TargetHeads:

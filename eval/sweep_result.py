@@ -211,7 +211,8 @@ def _print_verdict(result: SweepResult, console: Console) -> None:
     else:
         console.print(
             f"[red]failed[/red]: joint acceptance differs by up to {result.largest_difference or 0.0:.4f} at concurrency {concurrency} "
-            f"(allowed: {TOLERANCE}), {result.num_changed_outputs} outputs changed (allowed: none)"
+            f"(allowed: {TOLERANCE}), {result.num_changed_outputs} outputs changed (allowed: none)\n"
+            f"a server that computes in another dtype rounds otherwise: start it with --dtype {result.dtype}, which ours is measured in"
         )
 
 

@@ -194,11 +194,12 @@ def test_tokens_that_the_target_lacks_are_refused(token):
         packed(target_of("llama"), [torch.tensor([1, token])], (1,))
 
 
-def test_default_layers_are_the_engines_and_need_seven_layers():
+def test_default_layers_are_the_engines_from_seven_layers_on():
     assert default_aux_layers(32) == (2, 16, 29)
     assert default_aux_layers(7) == (2, 3, 4)
-    for num_layers in (1, 4, 6):
-        with pytest.raises(ValueError, match=r"set drafter.aux_layers"):
+    assert [default_aux_layers(num_layers) for num_layers in (4, 5, 6)] == [(1, 2, 3), (1, 2, 4), (1, 3, 5)]
+    for num_layers in (1, 3):
+        with pytest.raises(ValueError, match=r"for example --drafter.aux-layers 1$"):
             default_aux_layers(num_layers)
 
 

@@ -250,7 +250,7 @@ def check_plain_logits(config: PretrainedConfig) -> None:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The engines' default auxiliary states: HF hidden_states 2, L//2 and L-3; with fewer than seven layers, where these do not ascend, 1, L//2 and L-1.
+    """The engines' default auxiliary states: HF hidden_states 2, L//2 and L-3; below seven layers, where these do not ascend, 1, L//2 and L-1.
 
     Raises:
         ValueError: if the target has too few layers for three ascending ones.

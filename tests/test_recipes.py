@@ -125,9 +125,14 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["eagle1", "medusa1", "medusa2"])
 @pytest.mark.parametrize(
-    ("how", "overrides"), [("torchrun", ()), ("deepspeed", ()), ("deepspeed", ("ds_zero1.json",)), ("deepspeed", ("ds_zero3.json",))]
+    ("algorithm", "how", "overrides"),
+    [
+        *((algorithm, how, ()) for algorithm in ("eagle1", "medusa1", "medusa2") for how in ("torchrun", "deepspeed")),
+        # The other ZeRO stages with the one that trains most: EAGLE-3 has them in tests/test_engine.py.
+        ("medusa2", "deepspeed", ("ds_zero1.json",)),
+        ("medusa2", "deepspeed", ("ds_zero3.json",)),
+    ],
 )
 def test_two_ranks_end_like_one_process(
     launcher: Any, runs: dict[str, Path], shared_arguments: list[str], algorithm: str, how: str, overrides: tuple[str, ...]

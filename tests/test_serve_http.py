@@ -327,7 +327,7 @@ def test_ending_the_check_ends_its_server(table_run, tiny_vllm, tmp_path):
     time.sleep(1.5)  # in the middle of the first answers
     for number, check in checks.items():
         check.send_signal(number)
-        _, error = check.communicate(timeout=120)
+        _, error = check.communicate(timeout=300)
         assert check.returncode == ways[number]
         assert "Traceback" not in error
         assert wait_until(lambda pids=servers[number]: all(map(is_gone, pids)))

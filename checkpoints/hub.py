@@ -28,6 +28,7 @@ from checkpoints.hub_card import License, RunFacts, backbone_hub_card, drafter_h
 from checkpoints.hub_client import DEFAULT_RETRIES, HubError, attempt, check_access, check_repo_id, hide_signed_urls
 from checkpoints.privacy import refuse_private
 from checkpoints.provenance import portable_name
+from checkpoints.run_files import read_run_json
 
 _BACKBONE_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
@@ -160,9 +161,9 @@ def read_run(config: HubConfig) -> RunFacts:
         raise ValueError(f"{run} holds no export: expected a run's folder, for example runs/quickstart, after its recipe has ended")
     validate_export(run / "export")
     _refuse_stale(run)
-    provenance, report = _read_json(run / "export" / PROVENANCE_FILE), _read_json(run / "report.json")
-    run_config, data_report = _read_json(run / "config.json"), _read_json(run / "data_report.json")
-    serve = _read_json(run / "serve.json") if (run / "serve.json").is_file() else None
+    provenance, report = read_run_json(run / "export" / PROVENANCE_FILE), read_run_json(run / "report.json")
+    run_config, data_report = read_run_json(run / "config.json"), read_run_json(run / "data_report.json")
+    serve = read_run_json(run / "serve.json") if (run / "serve.json").is_file() else None
     if serve is not None and serve["ours"]["joint_acceptance"] != report["joint_acceptance"]:
         print(f"{run}/serve.json is of an earlier export and left out of the card: run `python -m eval.serve {run}` for this one", flush=True)
         serve = None
@@ -183,24 +184,12 @@ def read_run(config: HubConfig) -> RunFacts:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: run the recipe to its end first")
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): run the recipe again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged, expected a JSON object: run the recipe again")
-    return found
-
-
 def _refuse_stale(run: Path) -> None:
     """Figures of an earlier export must not be published with this one; the run's stage records (train/stages.py) tell."""
     paths = [run / "stages" / f"{stage}.json" for stage in ("export", "evaluate")]
     if not all(path.is_file() for path in paths):
         return
-    export, evaluate = (_read_json(path) for path in paths)
+    export, evaluate = (read_run_json(path) for path in paths)
     fingerprint = hashlib.sha256(json.dumps(export["inputs"], sort_keys=True).encode()).hexdigest()[:16]
     if export["seconds"] is None or evaluate["seconds"] is None or evaluate["inputs"]["export"] != fingerprint:
         raise ValueError(f"{run}/report.json is not of this export: run the recipe to its end again")
@@ -210,7 +199,7 @@ def _local_sources(run: Path, sources: list[str]) -> frozenset[str]:
     """Sources that were files or folders when the run read them."""
     record = run / "stages" / "prepare.json"
     if record.is_file():
-        return frozenset(entry["source"] for entry in _read_json(record)["inputs"]["sources"] if "files" in entry)
+        return frozenset(entry["source"] for entry in read_run_json(record)["inputs"]["sources"] if "files" in entry)
     return frozenset(source for source in sources if Path(source).exists())
 
 

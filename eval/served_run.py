@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from checkpoints.export import validate_export
+from checkpoints.run_files import read_run_json
 from checkpoints.serving import format_of_config
 from data.adapter import ORIGIN_FILE
 from data.target_files import TargetConfig, target_fingerprint
@@ -83,13 +84,13 @@ def read_run(run: Path) -> RunFiles:
     Raises:
         ValueError: if one is missing or does not fit the others.
     """
-    target = _read_json(run / "config.json")["target"]
-    report = _read_json(run / "report.json")
+    target = read_run_json(run / "config.json")["target"]
+    report = read_run_json(run / "report.json")
     # A target that was trained with its drafter, or merged from a base and its adapter, is the run's own.
     own = "backbone" if "backbone" in report else "target" if target.get("adapter") or (run / "target" / ORIGIN_FILE).is_file() else None
     if own is not None:
         target = {"model": str(run / own), "revision": None}
-        fits, found = _read_json(run / "export" / "headstart.json")["target_fingerprint"], target_fingerprint(TargetConfig(target["model"]))
+        fits, found = read_run_json(run / "export" / "headstart.json")["target_fingerprint"], target_fingerprint(TargetConfig(target["model"]))
         if fits != found:
             raise ValueError(f"{run}/export fits the target {fits}, but {run}/{own} is {found}: run the recipe to its end again")
     config = validate_export(run / "export")
@@ -113,18 +114,6 @@ def read_run(run: Path) -> RunFiles:
         draft_length=report["draft_length"],
         ours=ours,
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: run the recipe to its end first")
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): run the recipe again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged, expected a JSON object: run the recipe again")
-    return found
 
 
 def stop_token_ids(target: str, revision: str | None) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import load_from_disk
-from safetensors.torch import load_file
+from same_run import assert_same_run, losses
 
 from data.batch import Features, drafter_batch
 from data.extract import document_lengths
@@ -23,21 +22,6 @@ from train.optim import OptimConfig
 ROOT = Path(__file__).resolve().parent.parent
 # Only the last step is measured and exported: the one where differences have had the time to grow.
 LAST_STEP = ("--train.heldout-every", "6")
-
-
-def losses(run_dir: Path) -> list[float]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["event"] == "train"]
-
-
-def assert_same_run(run_dir: Path, reference: Path) -> None:
-    """Losses of every step and exported weights within 1e-5."""
-    assert len(losses(run_dir)) == len(losses(reference)) == 6
-    np.testing.assert_allclose(losses(run_dir), losses(reference), rtol=0, atol=1e-5)
-    tensors, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run_dir, reference))
-    assert tensors.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.fixture(scope="module")

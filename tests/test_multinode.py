@@ -8,7 +8,6 @@ they would run there: without the caller's variables, as sshd does.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -21,10 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
+from same_run import assert_same_run
 
 pytestmark = pytest.mark.slow
 
@@ -34,21 +31,6 @@ LAST_STEP = ("--train.heldout-every", "6")
 # Of a launcher around this test run, none may come through.
 NOT_OURS = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OURS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def losses(run_dir: Path) -> list[float]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["event"] == "train"]
-
-
-def assert_same_run(run_dir: Path, reference: Path) -> None:
-    """Losses of every step and exported weights within 1e-5, as tests/test_engine.py has it for two ranks of one node."""
-    assert len(losses(run_dir)) == len(losses(reference)) == 6
-    np.testing.assert_allclose(losses(run_dir), losses(reference), rtol=0, atol=1e-5)
-    tensors, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run_dir, reference))
-    assert tensors.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from data.shards import StoreHeader
 from data.target import Target, TargetHeads, load_tokenizer, stored_dtype, target_hf_config
 from data.vocab import DraftVocabulary
 from train.config import RunConfig
-from train.drafters.base import Drafter, DrafterConfig, load_drafter_class
+from train.drafters.base import Drafter, DrafterConfig, TargetTrainer, load_drafter_class
 from train.drafters.eagle3 import Eagle3Config
 from train.drafters.medusa1 import Medusa1Config
 from train.engine import check_launch, resolve_precision
@@ -199,7 +199,7 @@ def _without_memory(config: DrafterConfig, target: PretrainedConfig) -> Drafter:
         matrix_VH = torch.empty(target.vocab_size, target.hidden_size)
         heads = TargetHeads(matrix_VH, matrix_VH, torch.empty(target.hidden_size), 1e-6)
         drafter = load_drafter_class(config.algorithm)(config, target, heads, vocabulary)
-        if config.trains_target:
+        if isinstance(drafter, TargetTrainer):
             drafter.attach_target(Target(AutoModelForCausalLM.from_config(target), tokenizer=None))
     return drafter
 

@@ -59,7 +59,7 @@ from data.target import (
 from data.vllm_states import VllmSource
 from train.best import best_weights
 from train.config import RunConfig, save_config, to_json
-from train.drafters.base import load_drafter_class
+from train.drafters.base import TargetTrainer, load_drafter_class
 from train.engine import Processes, check_launch, read_deepspeed_config
 from train.evaluator import Evaluator
 from train.launcher import check_shared_folder, hold_run_folder
@@ -277,11 +277,12 @@ class Run:
     def backbone(self) -> None:
         """The target as the best step left it, where the drafter trains it too: it is what the drafter serves with from here on."""
         self.served_target, self.best_stage = self.config.target, self.train_stage
-        if not self.config.drafter.trains_target:
+        bound = self.config.drafter.perplexity_bound()
+        if bound is None:
             return
         config, device, folder = self.config, self.processes.device, self.run_dir / "backbone"
         self.served_target = TargetConfig(model=str(folder))
-        inputs = {"train": self.train_stage.fingerprint, "perplexity_bound": config.drafter.perplexity_bound()}
+        inputs = {"train": self.train_stage.fingerprint, "perplexity_bound": bound}
         self.best_stage = Stage("backbone", inputs, folder / "README.md")
 
         def discard() -> None:
@@ -295,6 +296,7 @@ class Run:
             candidate = folder.with_suffix(".partial")
             shutil.rmtree(candidate, ignore_errors=True)
             drafter = self.training.build_drafter(dtype="float32")
+            assert isinstance(drafter, TargetTrainer)
             drafter.load_trained(load_file(best_weights(self.run_dir)))
             drafter.save_target(candidate, stored_dtype(self.target_config))
             self.evaluator.compare_targets(  # raises where it has got worse
@@ -304,7 +306,7 @@ class Run:
                 config.eval,
                 device,
                 self._prepared("heldout"),
-                config.drafter.perplexity_bound(),
+                bound,
             )
             (candidate / "README.md").write_text(backbone_card(self._original_name(), self._backbone_facts()))
             shutil.rmtree(folder, ignore_errors=True)

@@ -41,7 +41,7 @@ from data.target import Target, TargetHeads, load_target_heads
 from data.vocab import DraftVocabulary, choose_draft_vocabulary, count_supervised_tokens
 from train.best import BestStep
 from train.config import RunConfig
-from train.drafters.base import Drafter, FeatureRequest
+from train.drafters.base import Drafter, FeatureRequest, TargetTrainer
 from train.engine import DeepSpeedEngine, Engine, Precision, Processes, StepRates, TorchEngine, resolve_precision
 from train.evaluator import Evaluator
 from train.metrics import MetricsLog
@@ -211,7 +211,7 @@ class Training:
         drafter.recomputes = self.config.train.recompute
         if self.warm_start is not None:
             self.warm_start.load_into(drafter)
-        if self.config.drafter.trains_target:
+        if isinstance(drafter, TargetTrainer):
             dtype = dtype or ("bfloat16" if self.precision == "bf16" else "float32")
             drafter.attach_target(Target.load(dataclasses.replace(self.config.target, dtype=dtype), self.processes.device))
         return drafter

@@ -32,8 +32,7 @@ from train.losses import DistillationSums, Labels, LossKind, Teacher, distillati
 class DrafterConfig:
     """Base of the per-algorithm configs; each drafter file defines its own.
 
-    A drafter that trains the target too (`trains_target`) is given it by `Drafter.attach_target`, reads no stored states, and fits only the target
-    that `Drafter.save_target` writes.
+    A drafter that trains the target too (`trains_target`) is a `TargetTrainer`, reads no stored states, and fits only the target that it writes.
     """
 
     algorithm: ClassVar[str]
@@ -43,9 +42,9 @@ class DrafterConfig:
         """Size of the draft vocabulary, or None where the drafter covers the target's whole vocabulary."""
         return None
 
-    def perplexity_bound(self) -> float:
-        """Largest share by which the target's held-out perplexity may rise; only asked where `trains_target`."""
-        raise NotImplementedError
+    def perplexity_bound(self) -> float | None:
+        """Largest share by which the target's held-out perplexity may rise, or None where the drafter leaves the target as it is."""
+        return None
 
     def longest_chain(self) -> int | None:
         """Most drafts of a chain, or None where the drafter can go on for ever."""
@@ -185,14 +184,6 @@ class Drafter(nn.Module):
         """Told before each step which one comes (0-based); returns a factor on the learning rate for each part."""
         return {"drafter": 1.0}
 
-    def attach_target(self, target: Target) -> None:
-        """Hands over the target that this drafter trains too; only called where its config says `trains_target`."""
-        raise NotImplementedError
-
-    def save_target(self, folder: Path, dtype: torch.dtype) -> None:
-        """Writes the trained target, in this dtype, as a model that transformers and the engines load; the drafter is used up by it."""
-        raise NotImplementedError
-
     # --- checkpoint -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -265,6 +256,18 @@ class Drafter(nn.Module):
             sees_Bnm: bool, which of all m nodes since `read` (in the order they were given, the new ones last) are a node's ancestors, or itself.
         """
         raise ValueError(f"{self.config.algorithm} says all its drafts at once and cannot go on from them: draft fewer tokens")
+
+
+class TargetTrainer(Drafter):
+    """A drafter that trains the target with it, and fits only the target that it writes; its config says `trains_target`."""
+
+    @abstractmethod
+    def attach_target(self, target: Target) -> None:
+        """Hands over the target to train."""
+
+    @abstractmethod
+    def save_target(self, folder: Path, dtype: torch.dtype) -> None:
+        """Writes the trained target, in this dtype, as a model that transformers and the engines load; the drafter is used up by it."""
 
 
 class DistillingHead(nn.Linear):

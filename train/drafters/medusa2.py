@@ -34,7 +34,7 @@ from transformers import PretrainedConfig
 from data.batch import DrafterBatch
 from data.target import Target, TargetHeads
 from data.vocab import DraftVocabulary
-from train.drafters.base import FeatureRequest, LossOutput
+from train.drafters.base import FeatureRequest, LossOutput, TargetTrainer
 from train.drafters.medusa1 import Medusa1, Medusa1Config
 from train.losses import Labels, Teacher, distillation_loss
 
@@ -90,7 +90,7 @@ class Medusa2Config(Medusa1Config):
         return self.max_perplexity_increase
 
 
-class Medusa2(Medusa1):
+class Medusa2(Medusa1, TargetTrainer):
     """Medusa heads with a backbone of their own. Without it (read back from an export) they are Medusa-1's on the target's states."""
 
     config_class = Medusa2Config

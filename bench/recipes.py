@@ -88,7 +88,7 @@ def config_of(name: str) -> RunConfig:
         # Only the last step is measured and exported: every variant has then seen the same tokens.
         answers=replace(base.answers, max_conversations=NUM_ANSWERS),
         train=replace(base.train, batch_tokens=STEP_TOKENS, pack_tokens=STEP_TOKENS, max_steps=NUM_STEPS, heldout_every=NUM_STEPS, save_every=25),
-        eval=replace(base.eval, num_speedup_prompts=1),
+        eval=replace(base.eval, num_selection_prompts=16, num_speedup_prompts=1),
     )
 
 

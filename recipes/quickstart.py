@@ -35,8 +35,8 @@ def recipe() -> RunConfig:
         # Two steps and 4,096 tokens learn more in the same minutes than three and 8,192: more passes over the data.
         drafter=Eagle3Config(draft_vocab_size=4096, ttt_steps=2, outside_vocabulary="renormalise"),
         optim=OptimConfig(learning_rate=2e-3, max_grad_norm=1.0),
-        train=TrainConfig(num_epochs=6.5, batch_tokens=1024, pack_tokens=1024, heldout_every=140, save_every=140),
-        eval=EvalConfig(num_prompts=40, num_selection_prompts=16, max_prompt_tokens=192, max_new_tokens=128, num_speedup_prompts=2),
+        train=TrainConfig(num_epochs=6.5, batch_tokens=1024, pack_tokens=1024, heldout_every=286, save_every=286),
+        eval=EvalConfig(num_prompts=40, num_selection_prompts=8, max_prompt_tokens=192, max_new_tokens=128, num_speedup_prompts=2),
     )
 
 

@@ -102,7 +102,7 @@ def generate_greedy(
             for (slot, index, _), token in zip(started, first_ids, strict=True):
                 owners[slot] = index
                 slots.next_id_B[slot] = token
-        elif not pending and len(free) * 2 >= len(owners):
+        elif not pending and len(free) * 4 >= len(owners):
             owners = slots.keep([slot for slot, owner in enumerate(owners) if owner is not None], owners)
         for slot, token in enumerate(slots.next_id_B.tolist()):
             owner = owners[slot]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ ENCODERS["qwen2, NFC"] = (made := tokenizer(SPLITTERS["qwen2"], normalizers.NFC(
 
 FRAGMENTS = ["Hello", " world", "it's", "'S", "'", " ", "  ", "\n", "\r\n", "\t", ",", ".", "_", "12", "3", "\u00e9", "e\u0301", "\u4f60"]
 FRAGMENTS += ["\U0001f331", "\u00a0", "\u2028", "\x13", "\x1c", "\ufb01", "\u0130", "\u200d", "\ufeff", "A", "l", "!\n", "))"]
-FRAGMENTS += ["<|im_end|>", "<|im_start|>", "<think>", "<", "|>", "assistant"]
+FRAGMENTS += ["_bar", "(x", "[", "\"quoted", "== ", "# end", "- ", "<|im_end|>", "<|im_start|>", "<think>", "<", "|>", "assistant"]
 NO_SURROGATES = st.characters(exclude_categories=["Cs"])
 TEXTS = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(NO_SURROGATES, max_size=4)), min_size=1, max_size=30)
 
@@ -89,7 +90,7 @@ def test_ordinary_text_is_cut_at_words_and_known_by_its_prompt(name: str) -> Non
     (found,) = encoder.encode([prompt + "I am fine, thank you.<|im_end|>\n"])
     prefix = found.prefix(len(prompt))
     assert prefix is not None and prefix.tolist() == whole(prompt, add_special_tokens=False)["input_ids"]
-    assert {" world", ",", " am", " fine", " thank", "<|im_end|>"} <= set(encoder._ids)
+    assert {" world", ",", " am", " fine", " thank", "<|im_end|>"} <= set(encoder._numbers)
 
 
 def test_a_tokenizer_that_drops_characters_is_not_called_lossless() -> None:
@@ -110,8 +111,31 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         text = f"word{number} again{number} and more <|im_end|>"
         assert encoder.encode([text])[0].ids.tolist() == whole(text, add_special_tokens=False)["input_ids"]
-        assert len(encoder._ids) < 40
+        assert len(encoder._numbers) < 40
 
+def test_marks_are_cut_from_words_only_where_the_pattern_never_joins_them() -> None:
+    for name, expected in {"smollm2": {" (", "soon", ");"}, "llama3": {" (soon", ");"}, "qwen2": {" (soon", ");"}}.items():
+        encoder = TextEncoder(tokenizer(SPLITTERS[name]))
+        encoder.encode(["see (soon); x"])
+        assert expected <= set(encoder._numbers), name
+
+
+def test_an_encoder_sent_to_another_process_knows_the_same_pieces() -> None:
+    whole, encoder = tokenizer(GPT2), TextEncoder(tokenizer(GPT2))
+    encoder.encode(["Hello, world! don't"])
+    sent = pickle.loads(pickle.dumps(encoder))
+    assert list(sent._numbers.items()) == list(encoder._numbers.items())
+    for text in ("Hello, world! don't", "It's a new, world<|im_end|>"):
+        assert sent.encode([text])[0].ids.tolist() == whole(text, add_special_tokens=False)["input_ids"]
+
+
+def test_pieces_of_an_encoding_that_failed_are_encoded_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tokenizer(GPT2)
+    encoder = TextEncoder(whole)
+    with monkeypatch.context() as patch, pytest.raises(AttributeError):
+        patch.setattr(encoder, "_backend", None)
+        encoder.encode(["Hello, world"])
+    assert encoder.encode(["fine, world"])[0].ids.tolist() == whole("fine, world", add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench.measure import alternate
 from bench.naive_eagle3 import naive_loss
+from bench.products import recorded
 from bench.step_worker import Job, Shape, make_inputs, target_parts
-from bench.training_step import batch_of, build_naive, build_ours, claims, fixed_bytes, length_row, ours, ratios, summary
+from bench.training_step import (
+    batch_of,
+    build_naive,
+    build_ours,
+    build_products,
+    claims,
+    fixed_bytes,
+    length_row,
+    most_against,
+    ours,
+    ratios,
+    summary,
+)
 
 TINY = Shape(
     num_tokens=48,
@@ -48,6 +62,35 @@ def test_both_take_a_step_and_report_the_same_first_loss() -> None:
     job = Job("", TINY, TINY.num_tokens)
     losses = [build(job)(TINY, make_inputs(TINY)) for build in (build_ours, build_naive)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_the_products_are_those_of_the_steps_linear_layers_and_of_its_loss() -> None:
+    shape = Shape(**{**vars(TINY), "document_tokens": None})
+    hidden, width, tokens = shape.hidden_size, shape.head_dim, shape.num_tokens
+    # q, k, v and o; MLP; head. Each forward, and twice as much backward; fc needs no gradient of the states, and the target's logits none at all.
+    layer = 2 * hidden * width * (shape.num_heads + 2 * shape.num_kv_heads) + shape.num_heads * width * hidden + 3 * hidden * shape.intermediate_size
+    whole = 2 * tokens * (3 * shape.ttt_steps * (layer + hidden * shape.draft_vocab_size) + 2 * 3 * hidden * hidden + hidden * shape.draft_vocab_size)
+    measured = build_products(Job("products", shape, tokens))(shape, make_inputs(shape))
+    assert measured == pytest.approx(whole, rel=0.15) and measured <= whole  # a document's last rows have no next tokens to be judged by
+
+
+def test_replayed_products_take_as_many_operations_as_the_ones_they_were_recorded_from() -> None:
+    weights, rows = torch.randn(24, 40, requires_grad=True), torch.randn(7, 40)
+
+    def step() -> None:
+        (rows @ weights.T).square().sum().backward()
+
+    products = recorded(step)
+    with FlopCounterMode(display=False) as counter:
+        products.replay()
+    assert products.num_operations == counter.get_total_flops() == 2 * 2 * 7 * 24 * 40
+
+
+def test_the_most_that_is_possible_is_the_others_time_over_the_bare_products() -> None:
+    rows = {"products": summary([sample(2, 300)], 10), "ours": summary([sample(3, 300)], 10), "speculators": summary([sample(9, 600)], 10)}
+    assert most_against(rows) == {"ours": 1.5, "speculators": 4.5}
+    row = {"tokens": 10, "pack": "packed", "ours_against": ratios(rows, "ours"), "most_against": most_against(rows)}
+    assert [claim.get("at_most") for claim in claims({"step": {"rows": [row]}})] == [4.5, None]
 
 
 def test_a_job_survives_the_command_line() -> None:

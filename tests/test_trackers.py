@@ -376,13 +376,48 @@ def test_a_failing_wandb_never_ends_a_run(
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("wandb")]) == 1 + ("offline" in fails_in)
 
 
-def test_a_damaged_memory_of_what_was_told_tells_everything_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("damage", ["{", "[]", "null", '{"tensorboard": "two"}', '{"tensorboard": -1}', '{"tensorboard": null}', "\udcff"])
+def test_a_damaged_memory_of_what_was_told_tells_everything_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     run = config(tmp_path, tensorboard=True)
     train(run, 0, 3, 1.0)
-    (run.run_dir / "trackers.json").write_text("{")
+    (run.run_dir / "trackers.json").write_bytes(damage.encode("utf-8", "surrogateescape"))
     train(run, 3, 4, 1.0)
-    assert "trackers.json is damaged" in capsys.readouterr().out
+    said = [line for line in capsys.readouterr().out.splitlines() if "trackers.json" in line]
+    assert said == [f"{run.run_dir / 'trackers.json'} is damaged: tensorboard is told everything again"]
     assert [step for step, _ in scalars(tmp_path, "train/loss")] == [1, 2, 3, 4]
+    assert json.loads((run.run_dir / "trackers.json").read_text()) == {"tensorboard": 4}
+
+
+def test_a_memory_that_cannot_be_read_never_ends_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = config(tmp_path, tensorboard=True)
+    (run.run_dir / "trackers.json").mkdir()
+    train(run, 0, 3, 1.0)
+    assert "trackers.json is damaged: tensorboard is told everything again" in capsys.readouterr().out
+    assert len((run.run_dir / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_damage_of_one_trackers_memory_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run = config(tmp_path, wandb=True, tensorboard=True)
+    train(run, 0, 3, 1.0)
+    (run.run_dir / "trackers.json").write_text('{"tensorboard": [], "wandb": 3}')
+    train(run, 3, 4, 1.0)
+    assert [step for _, step in fake.logged] == [1, 2, 3, 4] and [step for step, _ in scalars(tmp_path, "train/loss")] == [1, 2, 3, 4]
+    assert "trackers.json is damaged: tensorboard is told everything again" in capsys.readouterr().out
+
+
+def test_an_id_of_a_wandb_run_that_a_kill_has_cut_off_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeWandb()
+    logged_with(fake, tmp_path, monkeypatch)
+    (tmp_path / "run" / "wandb_id").write_bytes(b"\xff")
+    logged_with(fake, tmp_path, monkeypatch, first_step=3)
+    assert "wandb_id is damaged: a new wandb run is told everything again" in capsys.readouterr().out
+    first, second = (arguments["id"] for arguments in fake.inits)
+    assert first != second == (tmp_path / "run" / "wandb_id").read_text()
+    assert [step for _, step in fake.logged] == [1, 2, 3, 1, 2, 3, 4, 5, 6]
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Trackers:
         last_step = max((record["step"] for record in records), default=0)
         saved = self._read_state()
         for tracker in list(self._trackers):
-            self._try(tracker, partial(self._start, tracker, last_step, saved.get(tracker.name, 0)))
+            self._try(tracker, partial(self._start, tracker, last_step, saved[tracker.name]))
         for record in records:
             self.record(record)
         self._flush()
@@ -111,11 +111,18 @@ class Trackers:
             tracker.table("data_report", ("", "records", "example", "rule"), report_rows(json.loads(report.read_text())))
 
     def _read_state(self) -> dict[str, int]:
+        """The last step that each tracker was told; what cannot be read counts as told nothing."""
+        names = [tracker.name for tracker in self._trackers]
         try:
-            return json.loads(self._path.read_text()) if self._path.exists() else {}
-        except ValueError:
-            print(f"{self._path} is damaged: the trackers are told everything again", flush=True)
-            return {}
+            found = json.loads(self._path.read_text()) if self._path.exists() else {}
+            steps = {name: found.get(name, 0) for name in names}
+        except (OSError, ValueError, AttributeError):
+            steps = dict.fromkeys(names, -1)
+        damaged = [name for name, step in steps.items() if type(step) is not int or step < 0]
+        if damaged:
+            verb = "is" if len(damaged) == 1 else "are"
+            print(f"{self._path} is damaged: {' and '.join(damaged)} {verb} told everything again", flush=True)
+        return {name: 0 if name in damaged else step for name, step in steps.items()}
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Takes one record of metrics.jsonl; a step is passed on whole, when its last record or the next step has come."""
@@ -196,11 +203,7 @@ class WandbTracker:
         wandb drops a step that is not above those that its server has. So what an online run still needs is asked of the server; of an offline run,
         which `wandb sync` will append, its files say it.
         """
-        path = config.run_dir / "wandb_id"
-        is_known = path.exists()
-        if not is_known:
-            path.write_text(f"{_portable(config.name)[:64]}-{secrets.token_hex(4)}")
-        run_id = path.read_text()
+        run_id, is_known = _wandb_id(config.run_dir / "wandb_id", config.name)
         stored_step = mend_offline_runs(config.run_dir / "wandb", run_id)
         self._run = start_wandb(config, run_id)
         self._run.define_metric("heldout/tau", summary="max")
@@ -230,6 +233,21 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb_id(path: Path, name: str) -> tuple[str, bool]:
+    """The id in a file, and whether it was there; a new one where there is none, or what a kill has left."""
+    try:
+        known = path.read_text() if path.exists() else None
+    except UnicodeDecodeError:
+        known = ""
+    if known is not None and re.fullmatch(r"[\w.-]+", known):
+        return known, True
+    if known is not None:
+        print(f"{path} is damaged: a new wandb run is told everything again", flush=True)
+    run_id = f"{_portable(name)[:64]}-{secrets.token_hex(4)}"
+    path.write_text(run_id)
+    return run_id, False
 
 
 def start_wandb(config: RunConfig, run_id: str) -> Any:

@@ -82,6 +82,20 @@ def test_a_run_that_cannot_start_so_says_it_before_any_work(launcher: Any, capsy
     assert not (launcher.runs_dir / "wrong" / "data").exists()
 
 
+def test_a_dry_run_says_the_same_of_weights_that_do_not_fit(launcher: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    layout, option = write_layout(launcher.runs_dir / "source", "medusa"), ("--drafter.draft-vocab-size", str(W))
+    said = []
+    for name, *dry in (("run",), ("plan", "--dry-run", "--plan.gpus", "1", "--plan.gpu-memory-gb", "80")):
+        with pytest.raises(SystemExit, match="2"):
+            launcher.here(name, "--train.init-from", str(layout), *dry)
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1] and "is a drafter of medusa1" in said[1]
+    fits = write_layout(launcher.runs_dir / "fits", "specforge")
+    launcher.here("plan", "--train.init-from", str(fits), *option, *dry)
+    assert "note:" not in (out := capsys.readouterr().out) and "drafter parameters" in out
+    assert not (launcher.runs_dir / "plan").exists()
+
+
 # --- what fits ------------------------------------------------------------------------------------------------------------
 
 

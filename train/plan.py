@@ -37,6 +37,7 @@ from train.engine import check_launch, resolve_precision
 from train.fit import Setting, Subject, as_given, choose
 from train.machine import Machine, MachineConfig, machine_of
 from train.memory import DrafterSizes, forward_bytes
+from train.warm_start import load_warm_start
 
 _SAMPLE_CONVERSATIONS = 200
 _EXTRACTION_TOKENS = 4096  # of a pack of data/extract.py
@@ -103,11 +104,16 @@ class Plan:
 
 
 def make_plan(config: RunConfig, machine_config: MachineConfig | None = None) -> Plan:
-    """Computes the plan; reads configs and, if need be, the head of the source."""
+    """Computes the plan; reads configs, the weights to start from and, if need be, the head of the source.
+
+    Raises:
+        ValueError: where the run would end before any work too.
+    """
     machine_config = machine_config or MachineConfig()
     machine = machine_of(machine_config)
     if machine.is_here:
         check_launch(config.train.packs_per_step, config.train.deepspeed_config)
+    _check_warm_start(config)
     subject = subject_of(config, machine)
     target, sizes, num_target = subject.target, subject.sizes, num_target_parameters(subject.target)
     lengths, is_exact = _document_lengths(config, machine_config.tokens)
@@ -136,6 +142,13 @@ def make_plan(config: RunConfig, machine_config: MachineConfig | None = None) ->
         training_flops=num_train_tokens * training_flops_per_token(config.drafter, target, sizes, num_target, subject.target_bytes > 0),
         extraction_flops=2.0 * num_target * num_tokens if config.features.mode == "offline" else 0.0,
     )
+
+
+def _check_warm_start(config: RunConfig) -> None:
+    """Raises the ValueError with which the run would end before any work; what it would only tell, it tells itself."""
+    target = target_hf_config(config.target)
+    request = load_drafter_class(config.drafter.algorithm).feature_request_of(config.drafter, target)
+    load_warm_start(config.train.init_from, config.drafter, target, request, is_shown=False)
 
 
 def subject_of(config: RunConfig, machine: Machine) -> Subject:

@@ -138,7 +138,8 @@ class RegenerateConfig:
         who = {"model": self.model} if self.server is not None else {"target": self.target, "dtype": self.dtype}
         names = ("temperature", "top_p", "seed", "max_new_tokens")
         drawn = {name: value for name, value in dataclasses.asdict(self).items() if name in names}
-        return {"sources": list(self.paths[:-1]), **who, **drawn, "extra_body": self.extra(), **dataclasses.asdict(self.choices)}
+        read = {"sources": list(self.paths[:-1])} | ({"columns": dataclasses.asdict(self.columns)} if self.columns.is_set else {})
+        return {**read, **who, **drawn, "extra_body": self.extra(), **dataclasses.asdict(self.choices)}
 
 
 def regenerate_conversations(config: RegenerateConfig) -> dict[str, Any]:

@@ -480,6 +480,20 @@ def test_other_settings_are_refused_or_start_anew(server: FakeServer, source: Pa
     assert len(server.bodies) == 2 * num_asked
 
 
+def test_other_columns_are_another_setting_and_the_usual_ones_none(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Outputs of before columns were settings have none, and are gone on with."""
+    source = tmp_path / "s.json"
+    turns = {name: [{"from": "human", "value": name}, {"from": "gpt", "value": "no"}] for name in ("first", "second")}
+    source.write_text(json.dumps([{"id": "c0", **turns}]))
+    assert regenerate(server, source, "--columns.turns", "first")[0]["messages"] == rolled_forward(["first"])
+    assert report(source)["settings"]["columns"]["turns"] == "first"
+    assert "was written with other settings (columns was {" in stopped(server, source, capsys, "--columns.turns", "second")
+    assert len(regenerate(server, source, "--columns.turns", "first")) == 1 and server.asked == {"first": 1}
+    usual = write_source(tmp_path / "u.json", [["a"]])
+    regenerate(server, usual, "--start-anew")
+    assert "columns" not in report(usual)["settings"]
+
+
 def test_more_conversations_of_the_same_source_are_no_other_setting(server: FakeServer, source: Path) -> None:
     assert len(regenerate(server, source, "--max-conversations", "5")) == 5
     assert messages_of(regenerate(server, source)) == EXPECTED

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from data.rewrite import ENDINGS, REFUSALS, Dialogue
 
@@ -91,14 +91,9 @@ class RewrittenFile:
         output = cls(path, json.loads(json.dumps(settings)))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            output._file = path.open("a+b")
+            output._file = _open_locked(path)
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(output._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            output._file.close()
-            raise ValueError(f"{path} is being written by another process: wait for it, or name another output") from None
         try:
             output._go_on(starts_anew)
         except BaseException:
@@ -264,6 +259,26 @@ class RewrittenFile:
         }
         _write(self.report_path, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
         return report
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Opens a file to append to, created where there is none, and locks it; the file that has the name when the lock is ours.
+
+    Raises:
+        OSError: if it cannot be opened.
+        ValueError: if another process has it.
+    """
+    while True:
+        file = path.open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had it until now may have put its records in order meanwhile, in a new file: this one would be nobody's.
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except OSError:
+            file.close()
+            raise ValueError(f"{path} is being written by another process: wait for it, or name another output") from None
+        file.close()
 
 
 def _line(value: Mapping[str, Any]) -> str:

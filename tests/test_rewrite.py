@@ -5,6 +5,7 @@ The server is a real one on the loopback interface (tests/openai_fake.py); tests
 
 from __future__ import annotations
 
+import fcntl
 import json
 import signal
 import subprocess
@@ -21,7 +22,8 @@ from openai_fake import FakeServer, Fault, chat_answer
 from data.conversations import read_conversations
 from data.regenerate import main
 from data.report import DataReport
-from data.rewrite import split_thinking
+from data.rewrite import Questions, RewriteChoices, split_thinking
+from data.rewritten_file import RewrittenFile
 
 ROOT = Path(__file__).resolve().parent.parent
 SYSTEM = "Be kind."
@@ -517,6 +519,31 @@ def test_two_commands_do_not_write_the_same_output(source: Path, capsys: pytest.
         finally:
             process.kill()
             process.communicate()
+
+
+def test_an_output_that_another_process_replaces_while_it_is_opened_is_not_written_beside(
+    server: FakeServer, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command ends by putting its records in order, in a new file of the same name: between our opening and our lock."""
+    keys = {item.id: Questions.of(item, RewriteChoices()).key for item in read_conversations(str(source), DataReport())}
+    regenerate(server, source, "--max-conversations", "6")
+    out, lock = source.with_name("out.jsonl"), fcntl.flock
+    first = RewrittenFile.open(out, report(source)["settings"])
+
+    def ends_first(file: Any, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.finish([keys[f"c{number}"] for number in sorted(range(12), reverse=not ends)], {})
+        if ends:
+            first.close()
+        lock(file, operation)
+
+    for ends in (False, True):
+        monkeypatch.setattr(fcntl, "flock", ends_first)
+        if not ends:
+            assert "is being written by another process" in stopped(server, source, capsys)
+        else:
+            assert messages_of(regenerate(server, source)) == EXPECTED
+    assert max(server.asked.values()) == 1
 
 
 # --- mistakes on the command line -----------------------------------------------------------------------------------------------

@@ -50,6 +50,10 @@ class ServerError(ValueError):
     """The server cannot be worked with (any more); what is finished is kept. The message is one line for the user."""
 
 
+class NothingAnswered(ServerError):
+    """Many requests in a row have failed, though the server lives."""
+
+
 class RequestFailed(Exception):
     """One request has no answer.
 
@@ -279,7 +283,7 @@ class OpenAIClient:
         """Many failures and no answer between them are no accident of single conversations."""
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= max(8, self.config.concurrency):
-            raise ServerError(f"{self.config.shown_url} has answered none of the last {self._failures_in_a_row} requests, the last: {message}")
+            raise NothingAnswered(f"{self.config.shown_url} has answered none of the last {self._failures_in_a_row} requests, the last: {message}")
 
     def _message(self, response: Any) -> str:
         """What the server says about an error, in one line."""

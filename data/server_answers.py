@@ -9,13 +9,13 @@ Prompts go to /v1/completions as token ids, so nobody applies a chat template a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from data.openai_client import OpenAIClient, RequestFailed, ServerConfig, ServerError, for_each
+from data.openai_client import NothingAnswered, OpenAIClient, RequestFailed, ServerConfig, ServerError, for_each
 from data.target_files import TargetConfig, base_and_adapter, load_tokenizer
 
 OnAnswer = Callable[[int, list[int]], None]
@@ -61,31 +61,46 @@ class ServerAnswers:
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, on_answer: OnAnswer) -> None:
         """Answers every prompt; `on_answer` is called with its index as soon as each is there, and never for one that the server refuses.
 
+        What the server failed at, which is not what it refused, is asked once more when all others are answered.
+
         Raises:
             ServerError: if the server serves another model, reads other tokens than were sent, or cannot be worked with any more.
         """
         asyncio.run(self._answer_all(prompts, max_new_tokens, on_answer))
 
     async def _answer_all(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, on_answer: OnAnswer) -> None:
-        async with OpenAIClient(self.server) as client:
-            await client.check_model()
+        failed: dict[int, RequestFailed] = {}
 
-            async def work(item: tuple[int, Sequence[int]]) -> None:
-                index, prompt = item
-                try:
-                    reply, _ = await client.post("completions", self._body(prompt, max_new_tokens), _Reply.of)
-                except RequestFailed as failed:
-                    self.counts["failed"] += 1
-                    print(f"regenerate: prompt {index} has no answer: {failed.reason} ({failed})", flush=True)
-                else:
-                    on_answer(index, self._ids(reply, prompt))
-
+        async def ask(client: OpenAIClient, index: int) -> None:
             try:
-                await for_each(enumerate(prompts), self.server.concurrency, work)
-            finally:
-                self.counts["asked_again"] += client.num_retries
+                reply, _ = await client.post("completions", self._body(prompts[index], max_new_tokens), _Reply.of)
+            except RequestFailed as failure:
+                failed[index] = failure
+                print(f"regenerate: prompt {index} has no answer: {failure.reason} ({failure})", flush=True)
+            else:
+                failed.pop(index, None)
+                on_answer(index, self._ids(reply, prompts[index]))
+
+        await self._ask_each(range(len(prompts)), ask)
+        again = [index for index, failure in failed.items() if not failure.is_final]
+        if again:  # the server may have been another one by then: started again, or less busy
+            print(f"regenerate: {len(again):,} prompts that the server failed at are asked once more", flush=True)
+            try:
+                await self._ask_each(again, ask)
+            except NothingAnswered as error:  # these had failed before: it says nothing of the server
+                print(f"regenerate: {error}: what is left of them is not asked any more", flush=True)
+        self.counts["failed"] += len(failed)
         if self.counts["retokenised"]:
             print(f"regenerate: the server gave no token ids: {self.counts['retokenised']:,} answers are tokenised again from its text", flush=True)
+
+    async def _ask_each(self, indices: Iterable[int], ask: Callable[[OpenAIClient, int], Awaitable[None]]) -> None:
+        """Asks for each, so many at a time as the server is to have."""
+        async with OpenAIClient(self.server) as client:
+            await client.check_model()
+            try:
+                await for_each(indices, self.server.concurrency, lambda index: ask(client, index))
+            finally:
+                self.counts["asked_again"] += client.num_retries
 
     def _body(self, prompt: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
         return {

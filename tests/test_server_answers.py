@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,64 @@ def test_refused_prompts_are_left_out_and_counted(server: FakeServer, tiny_targe
     server.fault = lambda body, count: Fault(status=400, message="prompt too long") if body and body["prompt"][0] == 3 else None
     answers, counts = answer_all(answers_of(server, tiny_target), tmp_path / "regenerated")
     assert len(answers) == 11 and "c2" not in answers and counts["failed"] == 1 and counts["answered"] == 11
+
+
+def prompts_asked(server: FakeServer) -> Counter[int]:
+    """How often each prompt was asked, by its first token."""
+    return Counter(body["prompt"][0] for body in server.bodies)
+
+
+def test_what_the_server_failed_at_is_asked_once_more_at_the_end(server: FakeServer, tiny_target: Path, tmp_path: Path) -> None:
+    """Prompt 3 until everything else is answered, as with a server that is restarted in between; prompt 5 to the end; 7 is refused for good."""
+
+    def fault(body: dict[str, Any], count: int) -> Fault | None:
+        first = body["prompt"][0] if body else 0
+        if first == 7:
+            return Fault(status=400, message="no such token")
+        return Fault(status=500) if first == 5 or (first == 3 and count < 3) else None
+
+    server.fault = fault
+    answers, counts = answer_all(answers_of(server, tiny_target), tmp_path / "regenerated")
+    assert {f"c{index}" for index in range(12)} - answers.keys() == {"c4", "c6"} and answers["c2"] == completion_ids(PROMPTS[2], MAX_NEW)
+    assert (counts["answered"], counts["failed"], counts["asked_again"]) == (10, 2, 6)
+    asked = prompts_asked(server)
+    assert (asked[3], asked[5], asked[7], asked[1]) == (4, 6, 1, 1)
+    assert {body["prompt"][0] for body in server.bodies[-4:]} == {3, 5}
+
+
+def test_prompts_that_fail_to_the_end_are_left_out_however_many_they_are(server: FakeServer, tiny_target: Path, tmp_path: Path) -> None:
+    """Among answers nine failures are accidents of single prompts; asked once more they come in a row, which says nothing of the server."""
+    prompts = [[index, 3, 3] for index in range(1, 41)]
+    server.fault = lambda body, count: Fault(status=500) if body and body["prompt"][0] % 4 == 0 else None
+    answers, counts = answer_all(answers_of(server, tiny_target), tmp_path / "regenerated", prompts)
+    assert len(answers) == counts["answered"] == 30 and counts["failed"] == 10
+
+
+def test_what_the_server_failed_at_is_asked_again_by_a_run_that_goes_on(server: FakeServer, tiny_target: Path, tmp_path: Path) -> None:
+    """The stage was not complete: the server stopped answering after it had failed at prompt 1."""
+    server.fault = lambda body, count: Fault(status=500) if body and (body["prompt"][0] == 1 or len(server.bodies) > 8) else None
+    with pytest.raises(ServerError, match="has answered none of the last 8 requests"):
+        answer_all(answers_of(server, tiny_target), tmp_path / "regenerated", [[index, 3, 3] for index in range(1, 41)])
+    with FakeServer() as again:
+        answers, counts = answer_all(answers_of(again, tiny_target), tmp_path / "regenerated", [[index, 3, 3] for index in range(1, 41)])
+    assert len(answers) == 40 and counts["failed"] == 0 and prompts_asked(again)[1] == 1
+
+
+def test_a_server_that_has_gone_when_it_is_asked_once_more_stops_the_stage(server: FakeServer, tiny_target: Path, tmp_path: Path) -> None:
+    """Nothing is counted as refused by a server that is not there: the same command goes on with it."""
+
+    def fault(body: dict[str, Any], count: int) -> Fault | None:
+        if body and body["prompt"][0] == 3 and count == 3:
+            server._server.socket.close()  # nobody listens any more
+            return Fault("cut")
+        return Fault(status=500) if body and body["prompt"][0] == 3 else None
+
+    server.fault = fault
+    with pytest.raises(ServerError, match="does not answer any more"):
+        answer_all(answers_of(server, tiny_target), tmp_path / "regenerated")
+    with FakeServer() as again:
+        answers, counts = answer_all(answers_of(again, tiny_target), tmp_path / "regenerated")
+        assert prompts_asked(again) == {3: 1} and len(answers) == 12 and counts["failed"] == 0
 
 
 def test_a_server_that_adds_tokens_to_the_prompt_is_refused(server: FakeServer, tiny_target: Path, tmp_path: Path) -> None:

@@ -222,6 +222,8 @@ async def _measure(
         # The first requests allocate and compile: kept out of the time and of the counts.
         await complete_all(client, run.prompts[:concurrency], 4, concurrency, lambda: None)
         before = draft_counts(await client.metrics(), engine) if engine else None
+        if before is not None:
+            _check_draft_length(before, run)
         started = time.perf_counter()
         try:
             completions = await complete_all(client, run.prompts, run.max_tokens, concurrency, answered)
@@ -242,15 +244,19 @@ async def _measure(
     )
 
 
-def _acceptance(counts: DraftCounts, run: RunFiles) -> Acceptance:
-    num = counts.num_verifications
-    if num == 0:
-        raise EngineError("the engine counted no verification at all: does the server run without a drafter?")
+def _check_draft_length(counts: DraftCounts, run: RunFiles) -> None:
+    """Raises ValueError where the server drafts another number of tokens; vLLM has a counter for each position from its start."""
     if counts.accepted_at and len(counts.accepted_at) != run.draft_length:
         raise ValueError(
             f"the server drafts {len(counts.accepted_at)} tokens at a time, but the run was measured with {run.draft_length}: "
             f"start it with num_speculative_tokens {run.draft_length}"
         )
+
+
+def _acceptance(counts: DraftCounts, run: RunFiles) -> Acceptance:
+    num = counts.num_verifications
+    if num == 0:
+        raise EngineError("the engine counted no verification at all: does the server run without a drafter?")
     return Acceptance(tau=1 + counts.num_accepted / num, joint_acceptance=[accepted / num for accepted in counts.accepted_at])
 
 

@@ -251,6 +251,16 @@ def test_a_server_with_another_model_is_refused(table_run, tiny_vllm, capsys):
     assert "serves llama, expected mistral" in capsys.readouterr().err
 
 
+def test_a_server_with_another_number_of_drafts_is_refused_before_the_prompts_are_answered(table_run, tiny_vllm, capsys):
+    tiny_vllm({"num_drafts": NUM_DRAFTS - 1})
+    with own_server(table_run) as url:
+        assert main([str(table_run), "--url", url, "--concurrency", "2"]) == 2
+        assert httpx2.get(f"{url}/state").json()["answers"] == 0
+    error = capsys.readouterr().err
+    assert f"the server drafts {NUM_DRAFTS - 1} tokens at a time, but the run was measured with {NUM_DRAFTS}" in error
+    assert f"start it with num_speculative_tokens {NUM_DRAFTS}" in error
+
+
 def test_a_key_comes_from_the_environment_and_a_missing_one_is_named(table_run, tiny_vllm, monkeypatch, capsys):
     tiny_vllm({"key": "s3cret"})
     with own_server(table_run) as url:

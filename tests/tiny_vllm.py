@@ -9,6 +9,7 @@ gives and whose acceptance it counts, and any of these faults:
     busy: so many completions get `busy_status` first, with Retry-After `retry_after`              status: every completion gets it
     die_after: so many answers, and it is gone in the middle of the next                           cut: so many answers break off first
     without_ids: no token ids      without_counters: none in /metrics      shift: added to the share of the first position
+    num_drafts: so many at a time, fewer than the run's
     change: the prompts whose plain answer differs in the last token, with `gap` nats between the best two
     child: it starts a process that outlives it, and writes both process ids to this file
 """
@@ -32,6 +33,7 @@ answers = {
     tuple(answer["prompt_ids"]): answer["answer_ids"] for answer in map(json.loads, (run / "answers" / "answers.jsonl").read_text().splitlines())
 }
 joint = json.loads((run / "report.json").read_text())["joint_acceptance"]
+joint = joint[: plan.get("num_drafts", len(joint))]
 state = {"completions": 0, "answers": 0, "running": 0, "most_running": 0}
 lock = threading.Lock()
 

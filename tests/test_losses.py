@@ -77,6 +77,30 @@ def test_softcapped_logits_of_target_and_student_are_those_of_the_naive_form(kin
         torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["ce", "kl", "lk"])
+@pytest.mark.parametrize("vocabulary", ["full", "drop"])
+@pytest.mark.parametrize("chunk_elements", [1, 100, 2**24])
+def test_a_head_for_each_draft_gives_the_sums_of_single_heads_from_one_row_of_the_target(monkeypatch, kind, vocabulary, chunk_elements):
+    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(losses, "_CPU_BLOCK_ELEMENTS", chunk_elements // 3)
+    draft_ids = None if vocabulary == "full" else torch.arange(0, 22, 2)
+    teacher, student, head, weight = setup(draft_ids, vocabulary == "drop")
+    heads = [(head + step).detach().requires_grad_() for step in range(K)]
+    computed = []
+    teacher_logits = losses._teacher_logits
+    monkeypatch.setattr(losses, "_teacher_logits", lambda *given: computed.append(teacher_logits(*given)) or computed[-1])
+    sums = distillation_loss(student, heads, teacher, weight, kind)
+    assert sum(len(logits) for logits, _ in computed) == R
+    singles = [naive(teacher, student[step : step + 1], heads[step], weight[step : step + 1], kind) for step in range(K)]
+    expected = sum(loss for loss, _, _ in singles)
+    torch.testing.assert_close(sums.loss_sum, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(sums.hits_K, torch.cat([hits for _, hits, _ in singles]).float())
+    torch.testing.assert_close(sums.num_outside_K, torch.cat([outside for _, _, outside in singles]).float())
+    grads = torch.autograd.grad(sums.loss_sum * 0.5, (student, *heads))
+    for grad, expected_grad in zip(grads, torch.autograd.grad(expected * 0.5, (student, *heads)), strict=True):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("head_rows", [4, 1000])
 def test_bf16_autocast_stays_near_fp32(monkeypatch, head_rows):
     monkeypatch.setattr(losses, "_HEAD_ROWS", head_rows)

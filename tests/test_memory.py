@@ -127,8 +127,10 @@ def work(packed: DrafterBatch, precision: Precision, recomputes: bool, target_la
         Eagle1Config(),
         Medusa1Config(num_heads=3, num_layers=2),
         Medusa1Config(num_heads=2, shared_lm_head=True),
+        Medusa1Config(num_heads=3, num_layers=2, labels="soft"),
+        Medusa1Config(num_heads=2, shared_lm_head=True, labels="soft"),
     ],
-    ids=["eagle3, 1 step", "eagle3, 4 steps", "eagle3, whole vocabulary", "eagle1", "medusa1", "medusa1, shared head"],
+    ids=["eagle3, 1 step", "eagle3, 4 steps", "eagle3, whole vocabulary", "eagle1", "medusa1", "medusa1, shared head", "medusa1, soft", "both"],
 )
 def test_the_activations_formula_is_what_autograd_saves(config: DrafterConfig, name: str, recomputes: bool) -> None:
     precision, packed = PRECISIONS[name], batch()

@@ -5,15 +5,17 @@ engine divides by the supervised positions of the whole global batch.
 
 The gradient is formed in the forward pass: while a chunk's logits exist, d loss / d logits is known in closed form, so the chunk contributes its
 part of d student and d head and is dropped. Peak memory is one chunk of logits whatever T, K and the vocabulary are. The target's distribution of
-a row is computed once and serves all K drafts that are judged against it. Drafts are judged against the target's distributions (`Teacher`) or against
-the tokens that came next (`Labels`).
+a row is computed once and serves all K drafts that are judged against it, whether they come from one head or from a head each: the heads take turns
+within a chunk. Drafts are judged against the target's distributions (`Teacher`) or against the tokens that came next (`Labels`).
 
-Shapes: K TTT steps, R teacher rows (C in a chunk, B in a block), H draft hidden size, E target hidden size, V target vocabulary, W draft vocabulary.
+Shapes: K drafts (TTT steps or heads; those of one head in a chunk), R teacher rows (C in a chunk, B in a block), H draft hidden size, E target hidden
+size, V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -81,13 +83,18 @@ def step_weights(num_steps: int, decay: float) -> list[float]:
 
 
 def distillation_loss(
-    student_KRH: Tensor, head_WH: Tensor, teacher: Teacher | Labels, weight_KR: Tensor, kind: LossKind, softcap: float | None = None
+    student_KRH: Tensor,
+    head_WH: Tensor | Sequence[Tensor],
+    teacher: Teacher | Labels,
+    weight_KR: Tensor,
+    kind: LossKind,
+    softcap: float | None = None,
 ) -> DistillationSums:
     """Weighted sum of the loss between K student distributions and the target's distribution, or the label, at each row.
 
     Args:
         student_KRH: drafter outputs after its norm, aligned with the teacher's rows.
-        head_WH: the drafter's head over the draft vocabulary.
+        head_WH: the drafter's head over the draft vocabulary, or K of them, one for each draft.
         teacher: the target at the same rows, or the labels.
         weight_KR: fp32, zero where a draft is not supervised.
         kind: "ce" sum -p log q; "kl" the same minus the entropy of p (equal gradients); "lk" the hybrid of arXiv 2602.23881,
@@ -95,46 +102,61 @@ def distillation_loss(
         softcap: of the student's logits too, where its head is the target's own.
     """
     assert kind == "ce" or isinstance(teacher, Teacher), "labels are judged by cross entropy"
-    loss_sum, hits_K, rows_K, num_outside_K = _Distillation.apply(student_KRH, head_WH, teacher, weight_KR, kind, softcap)
+    heads = (head_WH,) if isinstance(head_WH, Tensor) else tuple(head_WH)
+    assert len(heads) in (1, len(student_KRH)), "one head for all drafts, or one for each"
+    loss_sum, hits_K, rows_K, num_outside_K = _Distillation.apply(student_KRH, teacher, weight_KR, kind, softcap, *heads)
     return DistillationSums(loss_sum, hits_K, rows_K, num_outside_K)
 
 
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student_KRH: Tensor, head_WH: Tensor, teacher: Teacher | Labels, weight_KR: Tensor, kind: LossKind, softcap: float | None
+        ctx: Any,
+        student_KRH: Tensor,
+        teacher: Teacher | Labels,
+        weight_KR: Tensor,
+        kind: LossKind,
+        softcap: float | None,
+        *heads_WH: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_steps, num_rows, _ = student_KRH.shape
         device = student_KRH.device
         compute_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else student_KRH.dtype
-        head = head_WH.to(compute_dtype)
+        heads = [head_WH.to(compute_dtype) for head_WH in heads_WH]
         grad_student_KRH = torch.zeros_like(student_KRH)
-        grad_head_WH = torch.zeros(head_WH.shape, dtype=torch.float32, device=device) if ctx.needs_input_grad[1] else None
+        grad_heads = [
+            torch.zeros(head_WH.shape, dtype=torch.float32, device=device) if is_trained else None
+            for head_WH, is_trained in zip(heads_WH, ctx.needs_input_grad[5:], strict=True)
+        ]
         loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         counts_3K = torch.zeros(3, num_steps, dtype=torch.float32, device=device)
-        chunk_rows = max(1, _CHUNK_ELEMENTS // max(_teacher_width(teacher), num_steps * len(head)))
+        of_head = [slice(None)] if len(heads) == 1 else [slice(step, step + 1) for step in range(num_steps)]
+        chunk_rows = max(1, _CHUNK_ELEMENTS // max(_teacher_width(teacher), num_steps // len(heads) * len(heads[0])))
         with torch.autocast(device.type, enabled=False):
             for start in range(0, num_rows, chunk_rows):
                 rows = slice(start, start + chunk_rows)
-                student_KCH = student_KRH[:, rows].to(compute_dtype)
-                logits_KCW = _product(student_KCH, head.T)
-                chunk_loss, chunk_counts_3K = _judge(logits_KCW, teacher, rows, weight_KR[:, rows], kind, softcap)
-                loss_sum += chunk_loss
-                counts_3K += chunk_counts_3K
-                grad_logits_KCW = logits_KCW  # what `_judge` made of them
-                grad_student_KRH[:, rows] = _product(grad_logits_KCW, head).to(grad_student_KRH.dtype)
-                if grad_head_WH is not None:
-                    _add_product(grad_head_WH, grad_logits_KCW.flatten(0, 1), student_KCH.flatten(0, 1))
-        ctx.grads = [grad_student_KRH, *([] if grad_head_WH is None else [grad_head_WH.to(head_WH.dtype)])]
+                target = teacher.label_KR[:, rows] if isinstance(teacher, Labels) else _ChunkTarget(teacher, rows, compute_dtype, kind, len(heads))
+                for drafts, head, grad_WH in zip(of_head, heads, grad_heads, strict=True):
+                    student_KCH = student_KRH[drafts, rows].to(compute_dtype)
+                    logits_KCW = _product(student_KCH, head.T)
+                    judge = target if isinstance(target, _ChunkTarget) else target[drafts]
+                    chunk_loss, counts = _judge(logits_KCW, judge, weight_KR[drafts, rows], kind, softcap)
+                    loss_sum += chunk_loss
+                    counts_3K[:, drafts] += counts
+                    grad_logits_KCW = logits_KCW  # what `_judge` made of them
+                    grad_student_KRH[drafts, rows] = _product(grad_logits_KCW, head).to(grad_student_KRH.dtype)
+                    if grad_WH is not None:
+                        _add_product(grad_WH, grad_logits_KCW.flatten(0, 1), student_KCH.flatten(0, 1))
+        ctx.grads = [grad_student_KRH, *(grad.to(head.dtype) for grad, head in zip(grad_heads, heads_WH, strict=True) if grad is not None)]
         ctx.mark_non_differentiable(counts_3K)
         hits_K, rows_K, outside_K = counts_3K.unbind(0)
         return loss_sum, hits_K, rows_K, outside_K
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # In place: nobody else sees them, and the head's gradient is as large as the head. So there is one backward pass.
-        grads, ctx.grads = [grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads], None
-        return grads[0], grads[1] if len(grads) == 2 else None, None, None, None, None
+        # In place: nobody else sees them, and a head's gradient is as large as the head. So there is one backward pass.
+        grads, ctx.grads = iter([grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads]), None
+        return next(grads), None, None, None, None, *(next(grads) if is_trained else None for is_trained in ctx.needs_input_grad[5:])
 
 
 def _add_product(total_WH: Tensor, rows_NW: Tensor, rows_NH: Tensor) -> None:
@@ -157,33 +179,55 @@ def _teacher_width(teacher: Teacher | Labels) -> int:
     return teacher.lm_head_VE.shape[0] if isinstance(teacher, Teacher) and teacher.drops_outside else 0
 
 
+class _ChunkTarget:
+    """The target's distributions at a chunk's rows, a block at a time; where several heads ask, kept for the next one.
+
+    Attributes:
+        is_inside_C: whether the argmax over the target's whole vocabulary is in the draft vocabulary; True where nobody asks.
+    """
+
+    def __init__(self, teacher: Teacher, rows: slice, dtype: torch.dtype, kind: LossKind, num_heads: int) -> None:
+        self._logits_CW, self.is_inside_C = _teacher_logits(teacher, rows, dtype)
+        self._softcap, self._kind, self._is_kept = teacher.softcap, kind, num_heads > 1
+        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def block(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """(probabilities [B, W], what is subtracted from the cross entropy: the probabilities' own, or 0 for "ce"; argmax), fp32."""
+        if rows.start in self._kept:
+            return self._kept[rows.start]
+        logits_BW = _capped(self._logits_CW[rows].float(), self._softcap)
+        p_BW, log_sum_B, best_B = _softmax(logits_BW)
+        entropy_B = torch.zeros_like(log_sum_B) if self._kind == "ce" else log_sum_B - (logits_BW * p_BW).sum(-1)
+        if self._is_kept:
+            self._kept[rows.start] = p_BW, entropy_B, best_B
+        return p_BW, entropy_B, best_B
+
+
 def _judge(
-    logits_KCW: Tensor, teacher: Teacher | Labels, rows: slice, weight_KC: Tensor, kind: LossKind, softcap: float | None
+    logits_KCW: Tensor, target: _ChunkTarget | Tensor, weight_KC: Tensor, kind: LossKind, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Turns a chunk's logits into d loss / d logits, in place; returns the weighted loss sum and the counts [3, K]: hits, rows, rows outside.
 
-    Softmax and gradient are formed in fp32, a block of rows at a time: on a CPU one that stays in its cache, where the same passes over a whole
-    chunk take twice as long.
+    `target` is the target, or the labels [K, C]. Softmax and gradient are formed in fp32, a block of rows at a time: on a CPU one that stays in its
+    cache, where the same passes over a whole chunk take twice as long.
     """
     num_steps, num_rows, width = logits_KCW.shape
     active_KC = weight_KC > 0
     hits_KC = torch.zeros_like(active_KC)
-    is_inside_C = torch.ones_like(active_KC[0])
-    if isinstance(teacher, Teacher):
-        teacher_CW, is_inside_C = _teacher_logits(teacher, rows, logits_KCW.dtype)
-        weight_KC = weight_KC * is_inside_C
+    is_inside_C = target.is_inside_C if isinstance(target, _ChunkTarget) else torch.ones_like(active_KC[0])
+    weight_KC = weight_KC * is_inside_C
     loss_sum = torch.zeros((), dtype=torch.float32, device=logits_KCW.device)
     block_elements = _CPU_BLOCK_ELEMENTS if logits_KCW.device.type == "cpu" else _CHUNK_ELEMENTS
     block_rows = max(1, block_elements // ((num_steps + 1) * width))
     for start in range(0, num_rows, block_rows):
         block = slice(start, start + block_rows)
         logits_KBW, weight_KB = _capped(logits_KCW[:, block].float(), softcap), weight_KC[:, block]
-        if isinstance(teacher, Labels):
-            label_KB = teacher.label_KR[:, rows][:, block]
-            block_loss, grad_KBW, hits_KC[:, block] = _label_loss_and_gradient(logits_KBW, label_KB, weight_KB)
+        if isinstance(target, _ChunkTarget):
+            p_BW, entropy_B, best_B = target.block(block)
+            block_loss, grad_KBW, best_KB = _loss_and_gradient(logits_KBW, p_BW, entropy_B, weight_KB, kind)
+            hits_KC[:, block] = best_KB == best_B
         else:
-            teacher_BW = _capped(teacher_CW[block].float(), teacher.softcap)
-            block_loss, grad_KBW, hits_KC[:, block] = _loss_and_gradient(logits_KBW, teacher_BW, weight_KB, kind)
+            block_loss, grad_KBW, hits_KC[:, block] = _label_loss_and_gradient(logits_KBW, target[:, block], weight_KB)
         loss_sum += block_loss
         if softcap is not None:
             grad_KBW = grad_KBW * (1 - (logits_KBW / softcap) ** 2)  # d tanh = 1 - tanh^2
@@ -207,25 +251,22 @@ def _teacher_logits(teacher: Teacher, rows: slice, dtype: torch.dtype) -> tuple[
     return logits_CV[:, teacher.draft_ids_W], torch.isin(logits_CV.max(-1).indices, teacher.draft_ids_W)
 
 
-def _loss_and_gradient(logits_KBW: Tensor, teacher_BW: Tensor, weight_KB: Tensor, kind: LossKind) -> tuple[Tensor, Tensor, Tensor]:
-    """(weighted loss sum, d loss / d logits, whether the argmaxes agree)."""
+def _loss_and_gradient(
+    logits_KBW: Tensor, p_BW: Tensor, entropy_B: Tensor, weight_KB: Tensor, kind: LossKind
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(weighted loss sum, d loss / d logits, argmax)."""
     q_KBW, log_sum_KB, best_KB = _softmax(logits_KBW)
-    p_BW, teacher_log_sum_B, teacher_best_B = _softmax(teacher_BW)
-    hits_KB = best_KB == teacher_best_B
-    cross_KB = log_sum_KB - (logits_KBW * p_BW).sum(-1)
-    if kind == "ce":
-        return (weight_KB * cross_KB).sum(), q_KBW.sub_(p_BW).mul_(weight_KB[..., None]), hits_KB
-    kl_KB = cross_KB - (teacher_log_sum_B - (teacher_BW * p_BW).sum(-1))
-    if kind == "kl":
-        return (weight_KB * kl_KB).sum(), q_KBW.sub_(p_BW).mul_(weight_KB[..., None]), hits_KB
+    cross_KB = log_sum_KB - (logits_KBW * p_BW).sum(-1) - entropy_B
+    if kind != "lk":
+        return (weight_KB * cross_KB).sum(), q_KBW.sub_(p_BW).mul_(weight_KB[..., None]), best_KB
     acceptance_KB = torch.minimum(q_KBW, p_BW).sum(-1)
     mix_KB = torch.exp(-LK_ETA * acceptance_KB)
     # d acceptance / d logits = q * (m - E_q[m]) with m = 1 where q < p; TV = 1 - acceptance.
     below_KBW = (q_KBW < p_BW).float()
     grad_tv_KBW = q_KBW * ((q_KBW * below_KBW).sum(-1, keepdim=True) - below_KBW)
     grad_KBW = mix_KB[..., None] * (q_KBW - p_BW) + (1 - mix_KB)[..., None] * grad_tv_KBW
-    loss_KB = mix_KB * kl_KB + (1 - mix_KB) * (1 - acceptance_KB)
-    return (weight_KB * loss_KB).sum(), grad_KBW * weight_KB[..., None], hits_KB
+    loss_KB = mix_KB * cross_KB + (1 - mix_KB) * (1 - acceptance_KB)
+    return (weight_KB * loss_KB).sum(), grad_KBW * weight_KB[..., None], best_KB
 
 
 def _label_loss_and_gradient(logits_KBW: Tensor, label_KB: Tensor, weight_KB: Tensor) -> tuple[Tensor, Tensor, Tensor]:

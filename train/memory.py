@@ -304,7 +304,9 @@ def loss_buffer_bytes(config: DrafterConfig, target: PretrainedConfig, work: Wor
     hidden, item, rows = target.hidden_size, precision.compute_bytes, work.num_supervised
     is_eagle3 = isinstance(config, Eagle3Config)
     width = config.vocabulary_size(target.vocab_size) or target.vocab_size
-    steps = config.ttt_steps if isinstance(config, Eagle3Config) else 1
+    soft_heads = config.num_heads if isinstance(config, Medusa1Config) and config.labels == "soft" else 1  # those that are judged together
+    num_heads = 1 if isinstance(config, Medusa1Config) and config.shared_lm_head else soft_heads
+    steps = config.ttt_steps if isinstance(config, Eagle3Config) else soft_heads // num_heads
     drops = isinstance(config, Eagle3Config) and config.outside_vocabulary == "drop" and width != target.vocab_size
     has_teacher = not (isinstance(config, Medusa1Config) and config.labels == "hard")
     teacher_width = (target.vocab_size if drops else 0) + (width if has_teacher else 0)
@@ -312,10 +314,12 @@ def loss_buffer_bytes(config: DrafterConfig, target: PretrainedConfig, work: Wor
     logits = chunk_rows * (steps * width + teacher_width)
     block = min(chunk_rows * (steps + 1) * width, losses._CHUNK_ELEMENTS if work.has_gpu else losses._CPU_BLOCK_ELEMENTS)
     is_head_trained = is_eagle3 or (isinstance(config, Medusa1Config) and not config.shared_lm_head)
-    head = width * hidden * item * (2 if is_head_trained and precision.autocasts else 1 if is_head_trained else 0)
+    copies = (num_heads if item == 2 else 1) + precision.autocasts  # of a head in the training precision; under ZeRO the rest of its fp32 gradient
+    head = width * hidden * item * copies if is_head_trained else 0
     gathered = width * hidden * item if is_eagle3 and has_teacher and not drops and width != target.vocab_size else 0
-    students = (1 + steps) * rows * hidden * precision.weight_bytes
-    return students + logits * item + 4 * 4 * block + head + gathered
+    students = (1 + steps * num_heads) * rows * hidden * precision.weight_bytes
+    kept = 4 * chunk_rows * width if num_heads > 1 else 0  # the target's probabilities, for the next head
+    return students + logits * item + 4 * 4 * block + kept + head + gathered
 
 
 def backward_buffer_bytes(config: DrafterConfig, target: PretrainedConfig, work: Work, precision: Precision, largest: int) -> int:

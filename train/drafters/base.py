@@ -285,6 +285,17 @@ class DistillingHead(nn.Linear):
         return distillation_loss(hidden, self.weight, teacher, weight_KR, kind)
 
 
+class DistillingHeads(nn.ModuleList):
+    """Heads that are judged together, so that the target's distribution of a row is computed once for all of them.
+
+    ZeRO-3 sees that this module's forward uses its heads' weights and gathers them around it: all of them at once.
+    """
+
+    def forward(self, student_KRH: Tensor, teacher: Teacher, weight_KR: Tensor) -> DistillationSums:
+        """The cross entropy of the drafts, one from each head, against the target."""
+        return distillation_loss(student_KRH, [head.get_parameter("weight") for head in self], teacher, weight_KR, "ce")
+
+
 def algorithms() -> list[str]:
     """Names of the algorithms: the drafter files of this folder."""
     package = importlib.import_module("train.drafters")

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 STATE_FILE = "state.json"
 _STEP_NAME = re.compile(r"step_(\d+)")
+WARM_START_FOLDER = "init_from"  # the weights that the steps began with, where they are another drafter's
 # Everything that the steps of a run leave in its folder.
-_TRAINING_OUTPUT = ("step_*", "best*", "metrics.jsonl", "draft_vocab.json", "wandb_id", "trackers.json", "tensorboard")
+_TRAINING_OUTPUT = ("step_*", "best*", "metrics.jsonl", "draft_vocab.json", "wandb_id", "trackers.json", "tensorboard", WARM_START_FOLDER)
 
 
 def begin_checkpoint(run_dir: Path, step: int) -> Path:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from foreign_checkpoints import SPECFORGE, V, W, draft_ids, eagle3_tensors, write, write_layout
 from safetensors.torch import load_file
+from same_run import losses
 
 from data.target import TargetConfig, load_target_heads, target_hf_config
 from train.drafters.base import DrafterConfig, load_drafter_class
@@ -18,6 +19,7 @@ from train.drafters.eagle1 import Eagle1Config
 from train.drafters.eagle3 import Eagle3Config
 from train.drafters.medusa1 import Medusa1Config
 from train.drafters.medusa2 import Medusa2Config
+from train.engine import TorchEngine
 from train.warm_start import WarmStart, load_warm_start
 
 CONFIGS: dict[str, DrafterConfig] = {
@@ -29,10 +31,10 @@ CONFIGS: dict[str, DrafterConfig] = {
 }
 
 
-def started(source: Path, config: DrafterConfig, target: Path) -> WarmStart:
+def started(source: Path, config: DrafterConfig, target: Path, run_dir: Path | None = None) -> WarmStart:
     hf_config = target_hf_config(TargetConfig(str(target)))
     request = load_drafter_class(config.algorithm).feature_request_of(config, hf_config)
-    found = load_warm_start(str(source), config, hf_config, request, is_shown=True)
+    found = load_warm_start(str(source), config, hf_config, request, run_dir or source.parent / "run", is_shown=True)
     assert found is not None
     return found
 
@@ -70,6 +72,67 @@ def test_a_run_from_another_tools_checkpoint_takes_its_vocabulary(launcher: Any)
     exported, given = load_file(run / "export" / "model.safetensors"), load_file(source / "model.safetensors")
     for name, tensor in given.items():
         torch.testing.assert_close(exported[name], tensor.to(exported[name].dtype), rtol=1e-6, atol=1e-6)
+
+
+def damage(source: Path, how: str) -> None:
+    """What becomes of a source while a run that started from it is away."""
+    shutil.rmtree(source)
+    if how == "changed":
+        write(source, SPECFORGE, eagle3_tensors("midlayer", torch.float32, seed=7), "model.safetensors")
+
+
+FROM_SPECFORGE = ("--drafter.draft-vocab-size", str(W))
+
+
+def killed_after(monkeypatch: pytest.MonkeyPatch, launcher: Any, num_steps: int, *options: str) -> None:
+    """The run "killed", ended by the step after so many."""
+    take_step = TorchEngine.train_step
+    taken = []
+
+    def train_step(*arguments: Any) -> Any:
+        if len(taken) == num_steps:
+            raise KeyboardInterrupt
+        taken.append(None)
+        return take_step(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TorchEngine, "train_step", train_step)
+        launcher.here("killed", *options)
+
+
+@pytest.mark.parametrize("how", ["gone", "changed"])
+def test_a_run_goes_on_from_what_it_began_with_whatever_became_of_the_source(
+    launcher: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Killed after its second checkpoint, it ends bit for bit as one that was not; finished, it is found done."""
+    source = write_layout(launcher.runs_dir / "source", "specforge")
+    options = ("--train.init-from", str(source), *FROM_SPECFORGE)
+    launcher.here("whole", *options)
+    killed_after(monkeypatch, launcher, 5, *options)
+    damage(source, how)
+    capsys.readouterr()
+    launcher.here("killed", *options)
+    said = capsys.readouterr().out
+    assert "steps 4 to 6" in said and "stale" not in said
+    assert f"note: --train.init-from {source}: training has begun with what it held then, which is in " in said
+    whole, killed = (launcher.runs_dir / name for name in ("whole", "killed"))
+    assert losses(killed) == losses(whole) and report(killed)["tau"] == report(whole)["tau"]
+    assert report(killed)["tau_untrained"] == report(whole)["tau_untrained"]
+    exported = [(run / "export" / "model.safetensors").read_bytes() for run in (whole, killed)]
+    assert exported[0] == exported[1]
+    launcher.here("killed", *options)
+    assert "[train] done before" in (said := capsys.readouterr().out) and "stale" not in said
+
+
+def test_a_run_without_a_checkpoint_begins_with_what_the_source_holds_now(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_layout(launcher.runs_dir / "source", "specforge")
+    options = ("--train.init-from", str(source), *FROM_SPECFORGE)
+    killed_after(monkeypatch, launcher, 1, *options)
+    damage(source, "changed")
+    launcher.here("killed", *options, "--optim.learning-rate", "1e-30", "--train.max-steps", "1")
+    exported = load_file(launcher.runs_dir / "killed" / "export" / "model.safetensors")
+    given = load_file(source / "model.safetensors")
+    torch.testing.assert_close(exported["fc.weight"], given["fc.weight"], rtol=1e-6, atol=1e-6)
 
 
 def test_a_run_that_cannot_start_so_says_it_before_any_work(launcher: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +177,26 @@ def test_every_parameter_is_taken(tmp_path: Path, tiny_target: Path, layout: str
     names = {name for name in drafter.export_tensors() if name not in ("d2t", "t2d", "fc.bias")}
     _, tensors = warm_start._checkpoint.prepared()
     assert all(torch.equal(drafter.export_tensors()[name], tensors[name].float()) for name in names)
+
+
+@pytest.mark.parametrize("layout", CONFIGS)
+def test_what_a_run_keeps_is_what_it_read(tmp_path: Path, tiny_target: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kept of one source, it is read for no other; and only where training has begun."""
+    source, run, config = write_layout(tmp_path / "source", layout), tmp_path / "run", CONFIGS[layout]
+    read = started(source, config, tiny_target)
+    read.keep(run)
+    other = shutil.copytree(source, tmp_path / "other")
+    capsys.readouterr()
+    started(source, config, tiny_target, run)
+    assert "training has begun" not in capsys.readouterr().out
+    (run / "best.json").write_text("{}")
+    started(other, config, tiny_target, run)
+    assert "training has begun" not in capsys.readouterr().out
+    shutil.rmtree(source)
+    kept = started(source, config, tiny_target, run)
+    assert "training has begun" in capsys.readouterr().out and kept.digest == read.digest
+    kept.keep(run)
+    assert started(source, config, tiny_target, run).digest == read.digest
 
 
 def test_medusa1_heads_start_medusa2(tmp_path: Path, tiny_target: Path) -> None:

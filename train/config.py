@@ -114,7 +114,8 @@ class TrainConfig:
         num_kept_checkpoints: older ones are removed.
         log_every: steps between progress lines.
         seed: of initialisation and data order.
-        init_from: a run's export, or a checkpoint that checkpoints/convert.py reads (folder or Hub id), whose weights the drafter starts from.
+        init_from: a run's export, or a checkpoint that checkpoints/convert.py reads (folder or Hub id), whose weights the drafter starts from; read
+            where training begins, and kept in the run's folder.
     """
 
     num_epochs: float = 2.0

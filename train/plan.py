@@ -148,7 +148,7 @@ def _check_warm_start(config: RunConfig) -> None:
     """Raises the ValueError with which the run would end before any work; what it would only tell, it tells itself."""
     target = target_hf_config(config.target)
     request = load_drafter_class(config.drafter.algorithm).feature_request_of(config.drafter, target)
-    load_warm_start(config.train.init_from, config.drafter, target, request, is_shown=False)
+    load_warm_start(config.train.init_from, config.drafter, target, request, config.run_dir, is_shown=False)
 
 
 def subject_of(config: RunConfig, machine: Machine) -> Subject:

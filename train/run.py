@@ -112,7 +112,8 @@ class Run:
         if self.adapter is not None:
             self._merge_adapter()
         self.target_id = target_fingerprint(self.config.target)
-        warm_start = load_warm_start(config.train.init_from, config.drafter, self.target_config, self.request, processes.is_main)
+        source = config.train.init_from
+        warm_start = load_warm_start(source, config.drafter, self.target_config, self.request, self.run_dir, processes.is_main)
         self.training = Training(
             self.config, drafter_class, self.target_config, self.request, warm_start, evaluator, processes, self.trackers
         )

@@ -113,6 +113,8 @@ class Training:
         is_best_known = (self.run_dir / "best.json").exists()  # looked up before any rank can write it
         self._choose_vocabulary(samples.for_vocabulary)
         if self.warm_start is not None and processes.is_main:
+            if checkpoint is None:
+                self.warm_start.keep(self.run_dir)
             for difference in self.warm_start.differences(self.heads()):
                 print(f"note: --train.init-from {self.warm_start.source}: {difference}", flush=True)
         drafter, plan, read = self.build_drafter(), self._plan(samples.train), self._reader(samples)

@@ -3,6 +3,9 @@
 Place in the flow: checkpoints/foreign.py reads it -> `WarmStart` -> train/training.py, which takes its draft vocabulary and loads its weights into
 the drafter before the first step. What does not fit is told before any work. The weights are part of the train stage's fingerprint by their content.
 
+Where training begins, the run keeps what it takes in <run>/init_from, and reads that from then on: a source that has changed or gone can neither
+end nor change a run that goes on, and the report measures the drafter that training began with.
+
 Shapes: W draft vocabulary, V target vocabulary.
 """
 
@@ -11,13 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
+from checkpoints.export import CONFIG_FILE, PROVENANCE_FILE, TENSORS_FILE, staged_directory, write_json
 from checkpoints.foreign import Checkpoint, ReadOptions, read_checkpoint
+from checkpoints.resume import WARM_START_FOLDER, latest_checkpoint
 from checkpoints.serving import serving_format
 from checkpoints.tensor_files import local_folder
 from data.target import TargetHeads
@@ -36,18 +43,19 @@ _SETTINGS = "A drafter keeps its shape: change --drafter.*, or start from anothe
 class WarmStart:
     """The weights that a run starts from."""
 
-    def __init__(self, source: str, target: PretrainedConfig) -> None:
+    def __init__(self, source: str, target: PretrainedConfig, kept: Path | None = None) -> None:
         """
         Args:
             source: folder or Hub id.
             target: the target's (text) config.
+            kept: what `keep` has written of it, to be read instead.
 
         Raises:
             ValueError: if it is no drafter's checkpoint, or one of a target of other sizes.
         """
         self.source = source
         try:
-            self._checkpoint: Checkpoint = read_checkpoint(local_folder(source), ReadOptions(target_config=target, drop_fc_bias=True))
+            self._checkpoint: Checkpoint = read_checkpoint(kept or local_folder(source), ReadOptions(target_config=target, drop_fc_bias=True))
             self._config, self._tensors = self._checkpoint.prepared()
         except ValueError as error:
             raise ValueError(f"--train.init-from: {error}") from error
@@ -60,6 +68,14 @@ class WarmStart:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def keep(self, run_dir: Path) -> None:
+        """Writes the weights, as they are read, where `kept_weights` finds them."""
+        with staged_directory(run_dir / WARM_START_FOLDER, {CONFIG_FILE, TENSORS_FILE, PROVENANCE_FILE}, marker=PROVENANCE_FILE) as staging:
+            save_file(self._tensors, staging / TENSORS_FILE, metadata={"format": "pt"})
+            write_json(staging / CONFIG_FILE, self._config)
+            facts = {"algorithm": self._checkpoint.algorithm, "target": self._checkpoint.target, "source": self.source}
+            write_json(staging / PROVENANCE_FILE, facts)
 
     def check(self, config: DrafterConfig, target: PretrainedConfig, request: FeatureRequest) -> list[str]:
         """Raises ValueError where the checkpoint cannot start this drafter; returns what may make it start worse, one line each."""
@@ -142,7 +158,18 @@ def _dimensions(config: DrafterConfig, target: PretrainedConfig) -> dict[str, An
     return {**LayerShape.from_target(target, config.intermediate_size).export_dimensions(), "norms": norms}
 
 
-def load_warm_start(source: str | None, config: DrafterConfig, target: PretrainedConfig, request: FeatureRequest, is_shown: bool) -> WarmStart | None:
+def kept_weights(run_dir: Path, source: str) -> Path | None:
+    """The folder of the weights that the training of a run began with, where it has begun and they are of `source`; else None."""
+    folder = run_dir / WARM_START_FOLDER
+    has_begun = latest_checkpoint(run_dir) is not None or (run_dir / "best.json").is_file()
+    if not has_begun or not (folder / PROVENANCE_FILE).is_file():
+        return None
+    return folder if json.loads((folder / PROVENANCE_FILE).read_text())["source"] == source else None
+
+
+def load_warm_start(
+    source: str | None, config: DrafterConfig, target: PretrainedConfig, request: FeatureRequest, run_dir: Path, is_shown: bool
+) -> WarmStart | None:
     """The weights that a run starts from, checked; None where it starts from its own.
 
     Args:
@@ -150,6 +177,7 @@ def load_warm_start(source: str | None, config: DrafterConfig, target: Pretraine
         config: of the drafter.
         target: the target's (text) config.
         request: the target states that the drafter reads.
+        run_dir: of the run, which may have kept them.
         is_shown: whether this process says what there is to know.
 
     Raises:
@@ -157,8 +185,11 @@ def load_warm_start(source: str | None, config: DrafterConfig, target: Pretraine
     """
     if source is None:
         return None
-    warm_start = WarmStart(source, target)
+    kept = kept_weights(run_dir, source)
+    warm_start = WarmStart(source, target, kept)
     notes = warm_start.check(config, target, request)
+    if kept is not None:
+        notes.append(f"training has begun with what it held then, which is in {kept}; another --name takes what it holds now")
     if is_shown:
         for note in notes:
             print(f"note: --train.init-from {source}: {note}", flush=True)

@@ -11,6 +11,7 @@ that a record or a final failure stands for. In the end the records are put in t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -225,7 +226,7 @@ class RewrittenFile:
         temporary = self.path.with_suffix(".jsonl.tmp")
         places: dict[str, _Place] = {}
         new = temporary.open("w+b")
-        fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(new)
         for key in order:
             place = self._places[key]
             self._file.seek(place.begin)
@@ -270,15 +271,22 @@ def _open_locked(path: Path) -> BinaryIO:
     """
     while True:
         file = path.open("a+b")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it until now may have put its records in order meanwhile, in a new file: this one would be nobody's.
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        except OSError:
+        if not _lock(file):
             file.close()
-            raise ValueError(f"{path} is being written by another process: wait for it, or name another output") from None
+            raise ValueError(f"{path} is being written by another process: wait for it, or name another output")
+        # Whoever had it until now may have put its records in order meanwhile, in a new file: this one would be nobody's.
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
         file.close()
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether no other process has the file; not every file system has locks, and it is no worse there than without."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
 
 
 def _line(value: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ The server is a real one on the loopback interface (tests/openai_fake.py); tests
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import signal
@@ -544,6 +545,14 @@ def test_an_output_that_another_process_replaces_while_it_is_opened_is_not_writt
         else:
             assert messages_of(regenerate(server, source)) == EXPECTED
     assert max(server.asked.values()) == 1
+
+
+def test_a_file_system_without_locks_is_written_to_all_the_same(server: FakeServer, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert messages_of(regenerate(server, source)) == EXPECTED
 
 
 # --- mistakes on the command line -----------------------------------------------------------------------------------------------

@@ -118,6 +118,8 @@ def test_a_run_goes_on_from_what_it_began_with_whatever_became_of_the_source(
     whole, killed = (launcher.runs_dir / name for name in ("whole", "killed"))
     assert losses(killed) == losses(whole) and report(killed)["tau"] == report(whole)["tau"]
     assert report(killed)["tau_untrained"] == report(whole)["tau_untrained"]
+    begun_with = [json.loads((run / "stages" / "train.json").read_text())["inputs"]["init_from"] for run in (whole, killed)]
+    assert begun_with[0] == begun_with[1]
     exported = [(run / "export" / "model.safetensors").read_bytes() for run in (whole, killed)]
     assert exported[0] == exported[1]
     launcher.here("killed", *options)

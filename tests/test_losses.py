@@ -149,6 +149,15 @@ def test_a_frozen_head_gets_no_gradient_and_the_student_still_does():
     assert head.grad is None and student.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("width", [128, 1280, 130])
+def test_the_largest_value_is_found_with_its_first_index(width):
+    torch.manual_seed(0)
+    values = torch.randint(0, 40, (3, 50, width)).float()  # ties in nearly every row
+    largest, index = losses._largest(values)
+    numbers = values.numpy()
+    assert torch.equal(largest, torch.from_numpy(numbers.max(-1))) and torch.equal(index, torch.from_numpy(numbers.argmax(-1)))
+
+
 def test_cosine_schedule_warms_up_and_ends_at_its_floor():
     values = [cosine_schedule(step, 10, 2, 0.1) for step in range(11)]
     assert values[:3] == [0.5, 1.0, 1.0]

@@ -13,7 +13,6 @@ between the generation prompt and the words (Qwen3's empty thinking block) is no
 
 from __future__ import annotations
 
-import itertools
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -22,17 +21,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.conversations import Conversation, Turn
 from data.encode import IntArray, TextEncoder
+from data.render import Message, Rendered, Renderer, answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_TAG = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,14 +88,14 @@ class NoSupervisedTokensError(SampleError):
 
 
 @dataclass(frozen=True)
-class _Rendered:
+class _Placed:
     """A conversation as text; spans are (first character, first character of the end token) of each assistant turn.
 
-    The text begins with `prompt`: the turns before the first answer, with the generation prompt.
+    `prompt_end`: characters of the turns before the first answer, with the generation prompt.
     """
 
     text: str
-    prompt: str
+    prompt_end: int
     spans: list[tuple[int, int]]
 
 
@@ -141,8 +138,8 @@ class ChatTokenizer:
         self._special = re.compile(alternatives)
         self._turn_end = re.compile(rf"\s*({alternatives})")
         self._encoder = TextEncoder(tokenizer)
-        self._template = str(tokenizer.get_chat_template())
-        self._has_generation_tags = bool(_GENERATION_TAG.search(self._template))
+        self._renderer = Renderer(tokenizer)
+        self._has_generation_tags = bool(_GENERATION_TAG.search(str(tokenizer.get_chat_template())))
 
     def tokenize(self, conversations: Sequence[Conversation], max_length: int) -> list[TokenizedSample | SampleError]:
         """Samples of a batch of conversations, in order; in the place of one that cannot be had, the reason.
@@ -169,7 +166,10 @@ class ChatTokenizer:
             TemplateRefusedError: if the chat template raises an error.
         """
         self._refuse_special(conversation_id, turns)
-        text = self._render(conversation_id, [{"role": turn.role, "content": turn.content} for turn in turns], True)
+        try:
+            text = self._renderer.render([{"role": turn.role, "content": turn.content} for turn in turns], True)
+        except Exception as error:
+            raise _refusal(conversation_id, error) from error
         (encoded,) = self._encoder.encode([text])
         return encoded.ids.tolist()
 
@@ -187,73 +187,41 @@ class ChatTokenizer:
             if found := self._special.search(turn.content):
                 raise SpecialTokenTextError(f"conversation {conversation_id}: a {turn.role} turn spells out {found.group()!r}")
 
-    def _render(self, conversation_id: str, messages: list[Message], generation_prompt: bool) -> str:
-        try:
-            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-        except Exception as error:
-            # A template is foreign code: `raise_exception` gives a TemplateError, a slip in it any other.
-            raise TemplateRefusedError(
-                f"conversation {conversation_id}: the chat template says {str(error) or type(error).__name__!r}"
-            ) from error
-        return str(rendered)
-
-    def _render_all(self, requests: Sequence[tuple[str, list[Message]]], generation_prompt: bool) -> list[str | SampleError]:
-        """Renders of (conversation id, messages): in one call, which costs less; one by one where the template refuses any of them."""
-        if not requests:
-            return []
-        batch = [messages for _, messages in requests]
-        try:
-            # What `apply_chat_template` calls, without its copies of messages that are plain already: a tenth of the time of everything.
-            special: dict[str, Any] = self.tokenizer.special_tokens_map
-            rendered: Any = render_jinja_template(batch, chat_template=self._template, add_generation_prompt=generation_prompt, **special)
-            return list(rendered[0])
-        except Exception:
-            return [self._attempt_render(name, messages, generation_prompt) for name, messages in requests]
-
-    def _attempt_render(self, conversation_id: str, messages: list[Message], generation_prompt: bool) -> str | SampleError:
-        try:
-            return self._render(conversation_id, messages, generation_prompt)
-        except SampleError as error:
-            return error
-
-    def _render_turns(self, conversations: Sequence[Conversation]) -> list[_Rendered | SampleError]:
+    def _render_turns(self, conversations: Sequence[Conversation]) -> list[_Placed | SampleError]:
         """The whole conversations and where the assistant's turns are in them, or why they cannot be had."""
         allowed = [self._attempt(_messages, conversation) for conversation in conversations]
-        whole = [(conversation.id, item) for conversation, item in zip(conversations, allowed, strict=True) if isinstance(item, list)]
-        befores = [(name, messages[:index]) for name, messages in whole for index in _answers(messages)]
-        texts = iter(self._render_all(whole, False))
-        prompts = iter(self._render_all(befores, True))
-        rendered: list[_Rendered | SampleError] = []
-        for conversation, item in zip(conversations, allowed, strict=True):
-            if isinstance(item, SampleError):
-                rendered.append(item)
-                continue
-            parts = [next(texts), *itertools.islice(prompts, len(_answers(item)))]
-            refused = next((part for part in parts if isinstance(part, SampleError)), None)
-            rendered.append(refused or self._attempt_spans(conversation, [str(part) for part in parts]))
-        return rendered
+        rendered = iter(self._renderer.render_answers([item for item in allowed if isinstance(item, list)]))
+        return [
+            item if isinstance(item, SampleError) else self._attempt_spans(conversation, next(rendered))
+            for conversation, item in zip(conversations, allowed, strict=True)
+        ]
 
-    def _attempt_spans(self, conversation: Conversation, parts: list[str]) -> _Rendered | SampleError:
+    def _attempt_spans(self, conversation: Conversation, rendered: Rendered | Exception) -> _Placed | SampleError:
+        if isinstance(rendered, Exception):
+            return _refusal(conversation.id, rendered)
         try:
-            return self._spans(conversation, parts[0], parts[1:])
+            return self._spans(conversation, rendered)
         except SampleError as error:
             return error
 
-    def _spans(self, conversation: Conversation, text: str, prompts: list[str]) -> _Rendered:
-        """Finds each assistant turn in the text; `prompts` are the renders of the turns before each.
+    def _spans(self, conversation: Conversation, rendered: Rendered) -> _Placed:
+        """Finds each assistant turn in the text.
 
         Raises:
             UnstableTemplateError: if a turn cannot be found where its generation prompt puts it.
         """
+        text, ends = rendered.text, []
         assistant = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
-        spans = []
-        for number, (index, prompt) in enumerate(zip(assistant, prompts, strict=True)):
+        for index, end in zip(assistant, rendered.prompt_ends, strict=True):
             where = f"conversation {conversation.id}, turn {index}"
-            if not text.startswith(prompt):
+            if end is None:
                 raise UnstableTemplateError(f"{where}: the render of the turns before it is not how the whole render begins")
-            limit = len(prompts[number + 1]) if number + 1 < len(prompts) else len(text)
-            spans.append(self._find_turn(text, len(prompt), limit, conversation.turns[index].content, where))
-        return _Rendered(text, prompts[0], spans)
+            ends.append(end)
+        spans = [
+            self._find_turn(text, start, limit, conversation.turns[index].content, f"conversation {conversation.id}, turn {index}")
+            for index, start, limit in zip(assistant, ends, [*ends[1:], len(text)], strict=True)
+        ]
+        return _Placed(text, ends[0], spans)
 
     def _find_turn(self, text: str, start: int, limit: int, content: str, where: str) -> tuple[int, int]:
         """Where `content` stands with a special token after it, in text[start:limit]."""
@@ -269,8 +237,8 @@ class ChatTokenizer:
 
     # --- masks ----------------------------------------------------------------------------------------------------------
 
-    def _mask_by_boundaries(self, rendered: list[_Rendered | SampleError]) -> list[_Masked | SampleError]:
-        encoded = iter(self._encoder.encode([item.text for item in rendered if isinstance(item, _Rendered)]))
+    def _mask_by_boundaries(self, rendered: list[_Placed | SampleError]) -> list[_Masked | SampleError]:
+        encoded = iter(self._encoder.encode([item.text for item in rendered if isinstance(item, _Placed)]))
         masked: list[_Masked | SampleError] = []
         for item in rendered:
             if isinstance(item, SampleError):
@@ -284,7 +252,7 @@ class ChatTokenizer:
                 last = text.token_at(end)
                 runs.append((first, first if last is None else last + 1))
             # Of a lossless encoding nothing need be decoded: the words were found in the text.
-            masked.append(_Masked(text.ids, runs, text.is_lossless, text.prefix(len(item.prompt))))
+            masked.append(_Masked(text.ids, runs, text.is_lossless, text.prefix(item.prompt_end)))
         return masked
 
     def _mask_by_tags(self, conversation: Conversation) -> _Masked:
@@ -297,9 +265,7 @@ class ChatTokenizer:
                 tokenizer_kwargs={"verbose": False},
             )
         except Exception as error:
-            raise TemplateRefusedError(
-                f"conversation {conversation.id}: the chat template says {str(error) or type(error).__name__!r}"
-            ) from error
+            raise _refusal(conversation.id, error) from error
         ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
         runs = []
         for begin, end in mask_runs(mask):
@@ -343,14 +309,16 @@ class ChatTokenizer:
     def _with_prompts(self, conversations: Sequence[Conversation], masked: list[_Masked | SampleError]) -> list[_Masked | SampleError]:
         """The same list with every prompt's ids, or an error where the template refuses the prompt."""
         missing = [index for index, item in enumerate(masked) if isinstance(item, _Masked) and item.prompt_ids is None]
-        requests = [(conversations[index].id, _messages(conversations[index])) for index in missing]
-        texts = self._render_all([(name, messages[: _answers(messages)[0]]) for name, messages in requests], True)
+        requests = [_messages(conversations[index]) for index in missing]
+        texts = self._renderer.render_all([messages[: answers(messages)[0]] for messages in requests], True)
         encoded = iter(self._encoder.encode([text for text in texts if isinstance(text, str)]))
         completed = list(masked)
         for index, text in zip(missing, texts, strict=True):
             item = masked[index]
             if isinstance(item, _Masked):
-                completed[index] = text if isinstance(text, SampleError) else replace(item, prompt_ids=next(encoded).ids)
+                completed[index] = (
+                    _refusal(conversations[index].id, text) if isinstance(text, Exception) else replace(item, prompt_ids=next(encoded).ids)
+                )
         return completed
 
 
@@ -374,8 +342,9 @@ def _messages(conversation: Conversation) -> list[Message]:
     return [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
 
 
-def _answers(messages: list[Message]) -> list[int]:
-    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+def _refusal(conversation_id: str, error: Exception) -> TemplateRefusedError:
+    # A template is foreign code: `raise_exception` gives a TemplateError, a slip in it any other.
+    return TemplateRefusedError(f"conversation {conversation_id}: the chat template says {str(error) or type(error).__name__!r}")
 
 
 def mask_runs(mask: Sequence[int] | npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

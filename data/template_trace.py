@@ -150,14 +150,14 @@ class _Watched(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"-", "*", "/", "//", "**", "%"})
     watch: Watch
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Every call that the template makes; the signature is Jinja's."""
+    def call(__self, __context: Context, __obj: Any, *args: Any, **_: Any) -> Any:
+        """Every call that the template makes; the signature is Jinja's, and `_` what the template names."""
         known = {name: __obj is function for name, function in __self.globals.items()}
         keeps = known["namespace"] or known["dict"]
         is_pure = keeps or known["range"] or known["raise_exception"] or not any(known.values())
-        if not is_pure or (not keeps and _has_words((args, kwargs))):
+        if not is_pure or (not keeps and _has_words((args, _))):
             __self.watch.look()
-        return super().call(__context, __obj, *args, **kwargs)
+        return super().call(__context, __obj, *args, **_)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Every operator but +, which `Words` watches."""
@@ -195,11 +195,11 @@ def _watching(function: Callable[..., Any], watch: Watch, is_harmless: Callable[
     num_passed = int(hasattr(function, "jinja_pass_arg"))  # the context or the environment, before the value
 
     @functools.wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **_: Any) -> Any:
         own, *others = args[num_passed:]
-        if not is_harmless(own, [*others, *kwargs.values()]):
+        if not is_harmless(own, [*others, *_.values()]):
             watch.look()
-        return function(*args, **kwargs)
+        return function(*args, **_)
 
     return watched
 
@@ -295,8 +295,9 @@ class Tracer:
 
 def _traceable(template: str, watch: Watch) -> Template | None:
     # The function is transformers' own; where another version has none, nothing is traced.
-    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
-    environment = getattr(compiled(template), "environment", None) if compiled else None
+    if not hasattr(chat_template_utils, "_compile_jinja_template"):
+        return None
+    environment = chat_template_utils._compile_jinja_template(template).environment
     if type(environment) is not ImmutableSandboxedEnvironment:
         return None
     watched = _watched(environment, watch)

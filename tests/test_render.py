@@ -123,7 +123,7 @@ LOOKED_AT = {
     "r1": R1,
     "macro": HEAD + "{% macro say() %}{{ m.content }}{% endmacro %}{% if say() == 'x' %}ex{% endif %}{{ m.content }}" + END,
     "block": HEAD + "{% set text %}{{ m.content }}!{% endset %}{{ 'ex' if text == 'x!' else text }}" + END,
-    "filter block": HEAD + "{% filter length %}{{ m.content }}{% endfilter %}" + END,
+    "filter block": HEAD + "{% filter trim %}{{ m.content }}{% endfilter %}" + END,
     "previous": HEAD + "{{ '=' if loop.previtem and loop.previtem.content == m.content else m.content }}" + END,
     "changed": HEAD + "{{ loop.changed(m.content) }}{{ m.content }}" + END,
     "loop over": HEAD + "{% for char in m.content %}{{ char }}.{% endfor %}" + END,

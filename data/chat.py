@@ -1,7 +1,7 @@
 """Conversations to token ids with a loss mask: what the target would see in an engine, and which of it the assistant wrote.
 
-Place in the flow: `Conversation` -> `TokenizedSample` -> data/prepare.py. The tokenizer's own chat template renders the text,
-data/encode.py makes ids of it. The mask covers each of the assistant's turns with its end token, found in one of two ways:
+Place in the flow: `Conversation` -> `TokenizedSample` -> data/prepare.py. The tokenizer's own chat template renders the text
+(data/render.py), data/encode.py makes ids of it. The mask covers each of the assistant's turns with its end token, found in one of two ways:
 
     {% generation %} tags   where the template has them, they say it
     render boundaries       else turn i begins where the render of the turns before it, with the generation prompt, ends;

@@ -39,7 +39,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # The patterns of Llama 3 and of Qwen 2 to 3; GPT-2's is built into the `ByteLevel` pre-tokenizer.
 _KNOWN_PATTERNS = {f"{_CONTRACTIONS}{digits}{_REST}" for digits in (r"\p{N}{1,3}", r"\p{N}")}
 _GROUP_PIECES = 1000
-_MAX_CHARS = 2**23  # of remembered pieces: some 180 MB
+_MAX_CHARS = 2**23  # of remembered pieces: some 120 MB
 _OTHER, _LETTER, _DIGIT, _APOSTROPHE, _MARK, _SPACE, _NEWLINE, _BLANK = range(8)
 
 

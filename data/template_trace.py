@@ -27,6 +27,7 @@ from transformers.utils import chat_template_utils
 
 AS_IS, LEFT, RIGHT, BOTH = range(4)  # which ends of the words are stripped
 # Characters that escaping, quoting, changing case or white space would change, between two that no template has.
+# What of the text is not found again whole, as after a method of C that nothing watches, leaves one of the two behind.
 _STAND_IN = "\ue000{}:{}: <&\"'\\\n\t aBß%{{}} \ue001"
 _STOOD_IN = re.compile(re.escape(_STAND_IN.format("INDEX", "KIND")).replace("INDEX", r"(\d+)").replace("KIND", r"([0-3])"))
 _TEXT_BLOCKS = (nodes.Macro, nodes.CallBlock, nodes.AssignBlock, nodes.FilterBlock, nodes.Block)

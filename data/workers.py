@@ -84,7 +84,7 @@ def _lists(rows: Sequence[npt.NDArray[Any]], kind: type) -> pa.ListArray:
 
 
 class Workers:
-    """Processes that tokenise; a context manager, which starts and ends them. They begin with the words that `chat` has met.
+    """Processes that tokenise; a context manager, which starts and ends them. They begin with the words and roles that `chat` has met.
 
     Raises:
         RuntimeError: from a batch's result, if a process ends before it has answered.

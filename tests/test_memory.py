@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -225,6 +226,14 @@ def test_what_lasts_through_training_is_counted_once_each() -> None:
     assert found["features of a micro-batch"] == TOKENS * (4 * 64 * 2 + 8 + 1 + 16)
     assert found["gradients"] == 4_000_000
     assert "rank 0's copy to measure with" not in step(is_main=False)
+
+
+@pytest.mark.parametrize(("labels", "shared", "heads"), [("hard", False, 3), ("soft", False, 5), ("soft", True, 3)])
+def test_heads_that_are_judged_together_are_gathered_together(labels: Literal["hard", "soft"], shared: bool, heads: int) -> None:
+    """Three heads' worth of weights is what ZeRO-3 may hold here; soft labels use all five."""
+    config, sharding = Medusa1Config(labels=labels, shared_lm_head=shared), Sharding(3, max_live_elements=300_000)
+    found = by_name(step_parts(config, TARGET, SIZES, 1, sharding, Work(**{**vars(work(batch(), AUTOCAST, False)), "world_size": 2})))
+    assert found["drafter weights, gathered"] == 2 * heads * SIZES.largest
 
 
 def test_without_a_gpu_the_next_steps_features_are_in_the_same_memory() -> None:

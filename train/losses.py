@@ -204,9 +204,7 @@ class _ChunkTarget:
         return p_BW, entropy_B, best_B
 
 
-def _judge(
-    logits_KCW: Tensor, target: _ChunkTarget | Tensor, weight_KC: Tensor, kind: LossKind, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+def _judge(logits_KCW: Tensor, target: _ChunkTarget | Tensor, weight_KC: Tensor, kind: LossKind, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Turns a chunk's logits into d loss / d logits, in place; returns the weighted loss sum and the counts [3, K]: hits, rows, rows outside.
 
     `target` is the target, or the labels [K, C]. Softmax and gradient are formed in fp32, a block of rows at a time: on a CPU one that stays in its
@@ -252,9 +250,7 @@ def _teacher_logits(teacher: Teacher, rows: slice, dtype: torch.dtype) -> tuple[
     return logits_CV[:, teacher.draft_ids_W], torch.isin(_largest(logits_CV)[1], teacher.draft_ids_W)
 
 
-def _loss_and_gradient(
-    logits_KBW: Tensor, p_BW: Tensor, entropy_B: Tensor, weight_KB: Tensor, kind: LossKind
-) -> tuple[Tensor, Tensor, Tensor]:
+def _loss_and_gradient(logits_KBW: Tensor, p_BW: Tensor, entropy_B: Tensor, weight_KB: Tensor, kind: LossKind) -> tuple[Tensor, Tensor, Tensor]:
     """(weighted loss sum, d loss / d logits, argmax)."""
     q_KBW, log_sum_KB, best_KB = _softmax(logits_KBW)
     cross_KB = log_sum_KB - (logits_KBW * p_BW).sum(-1) - entropy_B

@@ -17,7 +17,7 @@ I MLP width, X = number of auxiliary states * H, V target vocabulary, W draft vo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -299,14 +299,22 @@ def _target_activations(target: PretrainedConfig, work: Work, precision: Precisi
     return work.target_layers * layer
 
 
+def heads_at_once(config: DrafterConfig) -> int:
+    """Heads whose own weights the loss uses together: with Medusa's soft labels all of them."""
+    if isinstance(config, Medusa1Config) and config.labels == "soft" and not config.shared_lm_head:
+        return config.num_heads
+    return 1
+
+
 def loss_buffer_bytes(config: DrafterConfig, target: PretrainedConfig, work: Work, precision: Precision) -> int:
     """What the loss holds for a while: student states, a chunk of logits, fp32 blocks of it, the head in the precision it computes in."""
     hidden, item, rows = target.hidden_size, precision.compute_bytes, work.num_supervised
     is_eagle3 = isinstance(config, Eagle3Config)
     width = config.vocabulary_size(target.vocab_size) or target.vocab_size
-    soft_heads = config.num_heads if isinstance(config, Medusa1Config) and config.labels == "soft" else 1  # those that are judged together
-    num_heads = 1 if isinstance(config, Medusa1Config) and config.shared_lm_head else soft_heads
-    steps = config.ttt_steps if isinstance(config, Eagle3Config) else soft_heads // num_heads
+    num_heads = heads_at_once(config)
+    steps = config.ttt_steps if isinstance(config, Eagle3Config) else 1
+    if isinstance(config, Medusa1Config) and config.labels == "soft" and config.shared_lm_head:
+        steps = config.num_heads
     drops = isinstance(config, Eagle3Config) and config.outside_vocabulary == "drop" and width != target.vocab_size
     has_teacher = not (isinstance(config, Medusa1Config) and config.labels == "hard")
     teacher_width = (target.vocab_size if drops else 0) + (width if has_teacher else 0)
@@ -374,6 +382,8 @@ def step_parts(
         is_main: whether the rank measures held-out acceptance, with a copy of drafter and target parts.
     """
     precision = precision_of(work.is_bf16, sharding)
+    # What is used together is gathered together, whatever ZeRO-3's bound.
+    sharding = replace(sharding, max_live_elements=max(sharding.max_live_elements, heads_at_once(config) * sizes.largest))
     state = state_parts(sizes.num_trained, sizes.largest, sharding, work.is_bf16, work.world_size, work.has_gpu)
     held = [part for part in state if part.name != "gradients"]
     gradients = [part for part in state if part.name == "gradients"]

@@ -20,7 +20,12 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
     """Losses of all six steps and exported weights within 1e-5."""
     assert len(losses(run_dir)) == len(losses(reference)) == 6
     np.testing.assert_allclose(losses(run_dir), losses(reference), rtol=0, atol=1e-5)
+    assert_same_weights(run_dir, reference, tolerance=1e-5)
+
+
+def assert_same_weights(run_dir: Path, reference: Path, tolerance: float) -> None:
+    """Of the exports."""
     tensors, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run_dir, reference))
     assert tensors.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=tolerance, msg=name)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from same_run import assert_same_weights
 
 from checkpoints.export import validate_export
 from eval.evaluation import Evaluation
@@ -95,13 +95,6 @@ def test_a_store_of_other_documents_is_refused(runs: dict[str, Path], shared_arg
     with pytest.raises(SystemExit):
         run("eagle1", [*shared_arguments, "--name", "other", "--data.max-length", "64"])
     assert "holds states of something else: samples" in capsys.readouterr().err
-
-
-def assert_same_weights(run_dir: Path, reference: Path, tolerance: float) -> None:
-    tensors, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run_dir, reference))
-    assert tensors.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("algorithm", ["eagle1", "medusa1", "medusa2"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from same_run import assert_same_weights
 
 from eval.evaluation import Evaluation
 from recipes.medusa1 import recipe
@@ -35,13 +35,6 @@ def reference(soft_arguments: list[str], tmp_path_factory: pytest.TempPathFactor
     torch.set_num_threads(1)
     main(recipe(), Evaluation(), ["--runs-dir", str(runs_dir), *soft_arguments])
     return runs_dir / recipe().name
-
-
-def assert_same_weights(run_dir: Path, reference: Path, tolerance: float) -> None:
-    tensors, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run_dir, reference))
-    assert tensors.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=tolerance, msg=name)
 
 
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(

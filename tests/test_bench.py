@@ -65,13 +65,13 @@ def test_both_take_a_step_and_report_the_same_first_loss() -> None:
 
 
 def test_the_products_are_those_of_the_steps_linear_layers_and_of_its_loss() -> None:
-    shape = Shape(**{**vars(TINY), "document_tokens": None})
+    shape = Shape(**{**vars(TINY), "document_tokens": None, "num_tokens": 400, "draft_vocab_size": 88})
     hidden, width, tokens = shape.hidden_size, shape.head_dim, shape.num_tokens
     # q, k, v and o; MLP; head. Each forward, and twice as much backward; fc needs no gradient of the states, and the target's logits none at all.
     layer = 2 * hidden * width * (shape.num_heads + 2 * shape.num_kv_heads) + shape.num_heads * width * hidden + 3 * hidden * shape.intermediate_size
     whole = 2 * tokens * (3 * shape.ttt_steps * (layer + hidden * shape.draft_vocab_size) + 2 * 3 * hidden * hidden + hidden * shape.draft_vocab_size)
     measured = build_products(Job("products", shape, tokens))(shape, make_inputs(shape))
-    assert measured == pytest.approx(whole, rel=0.15) and measured <= whole  # a document's last rows have no next tokens to be judged by
+    assert measured == pytest.approx(whole, rel=0.02) and measured <= whole  # a document's last rows have no next tokens to be judged by
 
 
 def test_replayed_products_take_as_many_operations_as_the_ones_they_were_recorded_from() -> None:

@@ -151,14 +151,14 @@ class _Watched(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"-", "*", "/", "//", "**", "%"})
     watch: Watch
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **_: Any) -> Any:
-        """Every call that the template makes; the signature is Jinja's, and `_` what the template names."""
+    def call(__self, __context: Context, __obj: Any, *args: Any, **named: Any) -> Any:
+        """Every call that the template makes; the signature is Jinja's."""
         known = {name: __obj is function for name, function in __self.globals.items()}
         keeps = known["namespace"] or known["dict"]
         is_pure = keeps or known["range"] or known["raise_exception"] or not any(known.values())
-        if not is_pure or (not keeps and _has_words((args, _))):
+        if not is_pure or (not keeps and _has_words((args, named))):
             __self.watch.look()
-        return super().call(__context, __obj, *args, **_)
+        return super().call(__context, __obj, *args, **named)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Every operator but +, which `Words` watches."""
@@ -196,11 +196,11 @@ def _watching(function: Callable[..., Any], watch: Watch, is_harmless: Callable[
     num_passed = int(hasattr(function, "jinja_pass_arg"))  # the context or the environment, before the value
 
     @functools.wraps(function)
-    def watched(*args: Any, **_: Any) -> Any:
+    def watched(*args: Any, **named: Any) -> Any:
         own, *others = args[num_passed:]
-        if not is_harmless(own, [*others, *_.values()]):
+        if not is_harmless(own, [*others, *named.values()]):
             watch.look()
-        return function(*args, **_)
+        return function(*args, **named)
 
     return watched
 

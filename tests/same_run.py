@@ -1,13 +1,20 @@
-"""Whether a run that several processes took ended like the one of a single process."""
+"""Whether a run that several processes took, or that was interrupted, ended like the one of a single process."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
+
+from train.engine import Engine
+from train.training import Training
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -29,3 +36,18 @@ def assert_same_weights(run_dir: Path, reference: Path, tolerance: float) -> Non
     assert tensors.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=tolerance, msg=name)
+
+
+@contextmanager
+def interrupted_after(last_step: int) -> Iterator[None]:
+    """A run that is started inside ends with KeyboardInterrupt as soon as this step is saved."""
+    save = Training._save
+
+    def save_and_stop(self: Training, engine: Engine, step: int, *rest: Any) -> None:
+        save(self, engine, step, *rest)
+        if step == last_step:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Training, "_save", save_and_stop)
+        yield

@@ -113,6 +113,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert encoder.encode([text])[0].ids.tolist() == whole(text, add_special_tokens=False)["input_ids"]
         assert len(encoder._numbers) < 40
 
+
 def test_marks_are_cut_from_words_only_where_the_pattern_never_joins_them() -> None:
     for name, expected in {"smollm2": {" (", "soon", ");"}, "llama3": {" (soon", ");"}, "qwen2": {" (soon", ");"}}.items():
         encoder = TextEncoder(tokenizer(SPLITTERS[name]))

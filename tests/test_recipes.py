@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from same_run import assert_same_weights
+from same_run import assert_same_weights, interrupted_after
 
 from checkpoints.export import validate_export
 from eval.evaluation import Evaluation
 from train.cli import main
-from train.training import Training
 
 ALGORITHMS = ("eagle3", "eagle1", "medusa1", "medusa2")
 # What makes a run a small one, and two ranks equal to one: dropout is drawn by each rank for itself.
@@ -98,20 +97,9 @@ def test_a_store_of_other_documents_is_refused(runs: dict[str, Path], shared_arg
 
 
 @pytest.mark.parametrize("algorithm", ["eagle1", "medusa1", "medusa2"])
-def test_a_run_that_was_interrupted_ends_with_the_same_bits(
-    runs: dict[str, Path], shared_arguments: list[str], algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = Training._save
-
-    def save_and_stop(self: Training, engine: Any, step: int, fingerprint: str, started: float) -> None:
-        save(self, engine, step, fingerprint, started)
-        if step == 4:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Training, "_save", save_and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(algorithm, [*shared_arguments, "--name", "interrupted"])
+def test_a_run_that_was_interrupted_ends_with_the_same_bits(runs: dict[str, Path], shared_arguments: list[str], algorithm: str) -> None:
+    with interrupted_after(4):
+        run(algorithm, [*shared_arguments, "--name", "interrupted"])
     torch.manual_seed(12345)  # another process has another random state
     run(algorithm, [*shared_arguments, "--name", "interrupted"])
     assert_same_weights(runs[algorithm].parent / "interrupted", runs[algorithm], tolerance=0)

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from same_run import assert_same_weights
+from same_run import assert_same_weights, interrupted_after
 
 from eval.evaluation import Evaluation
 from recipes.medusa1 import recipe
 from train.cli import main
-from train.training import Training
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,21 +36,10 @@ def reference(soft_arguments: list[str], tmp_path_factory: pytest.TempPathFactor
     return runs_dir / recipe().name
 
 
-def test_a_run_that_was_interrupted_ends_with_the_same_bits(
-    reference: Path, soft_arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = Training._save
-
-    def save_and_stop(self: Training, engine: Any, step: int, fingerprint: str, started: float) -> None:
-        save(self, engine, step, fingerprint, started)
-        if step == 4:
-            raise KeyboardInterrupt
-
+def test_a_run_that_was_interrupted_ends_with_the_same_bits(reference: Path, soft_arguments: list[str], tmp_path: Path) -> None:
     arguments = ["--runs-dir", str(tmp_path), "--features.path", str(reference / "features"), *soft_arguments]
-    with monkeypatch.context() as patched:
-        patched.setattr(Training, "_save", save_and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            main(recipe(), Evaluation(), arguments)
+    with interrupted_after(4):
+        main(recipe(), Evaluation(), arguments)
     main(recipe(), Evaluation(), arguments)
     assert_same_weights(tmp_path / recipe().name, reference, tolerance=0)
 

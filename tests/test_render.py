@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import pickle
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from through_pipe import sent
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -321,10 +321,10 @@ def test_remembered_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_renderer_sent_to_another_process_knows_the_same_shapes() -> None:
     made = tokenizer(PUT_OUT["llama3"])
     renderer = check(made, [[said(ROLES[0], ["hi"])]])
-    sent = pickle.loads(pickle.dumps(renderer))
-    assert sent._shapes == renderer._shapes
+    other = sent(renderer)
+    assert other._shapes == renderer._shapes
     for roles in ROLES[:3]:
-        assert sent.render_answers([said(roles, NASTY)]) == [by_jinja(made, said(roles, NASTY))]
+        assert other.render_answers([said(roles, NASTY)]) == [by_jinja(made, said(roles, NASTY))]
 
 
 def test_another_version_of_transformers_renders_every_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
